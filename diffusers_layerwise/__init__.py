@@ -1,0 +1,36 @@
+"""Layer-by-layer offload for diffusers: one line, any pipeline, the same image.
+
+    import diffusers_layerwise
+    pipe = DiffusionPipeline.from_pretrained(...)
+    pipe.enable_layerwise_offload(memory_budget="8GiB")
+
+Importing this package puts `enable_layerwise_offload`, `disable_layerwise_offload` and `layerwise_offload` on
+`DiffusionPipeline`. It initialises no device.
+"""
+
+from .config import LayerwiseOffloadConfig
+from .discovery import register_layers
+from .errors import LayerwiseOffloadError
+from .pipeline import (
+    OffloadHandle,
+    apply_layerwise_offload,
+    attach_methods,
+    disable_layerwise_offload,
+    enable_layerwise_offload,
+)
+from .plan import OffloadPlan
+
+__version__ = "0.1.0"
+
+attach_methods()
+
+__all__ = [
+    "LayerwiseOffloadConfig",
+    "LayerwiseOffloadError",
+    "OffloadHandle",
+    "OffloadPlan",
+    "apply_layerwise_offload",
+    "disable_layerwise_offload",
+    "enable_layerwise_offload",
+    "register_layers",
+]

@@ -1,0 +1,206 @@
+"""What a user may ask for: modes, sizes in bytes, and the options of `LayerwiseOffloadConfig`."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import re
+from typing import Any
+
+from .errors import nearest
+
+
+class Mode(str, enum.Enum):
+    """How a plan is made.
+
+    `AUTO`: everything resident when everything fits, else the fastest plan within the budget.
+    `MEMORY`: the smallest peak: nothing resident but small weights, two ring slots.
+    `SPEED`: all free memory is spent on resident groups.
+    `MANUAL`: only what `components` and `config` say.
+    """
+
+    AUTO = "auto"
+    MEMORY = "memory"
+    SPEED = "speed"
+    MANUAL = "manual"
+
+
+class Residency(str, enum.Enum):
+    """How long resident groups keep their device memory.
+
+    `USE`: from the first pass of a component in a pipeline call to the end of its use.
+    `LASTING`: from the first pass on, until `handle.release()` or `remove()`.
+    """
+
+    USE = "use"
+    LASTING = "lasting"
+
+
+class Placement(str, enum.Enum):
+    """Which groups become resident: where they cut predicted `STALL` most, `SPREAD` evenly, or a `PREFIX`."""
+
+    STALL = "stall"
+    SPREAD = "spread"
+    PREFIX = "prefix"
+
+
+class HostTier(str, enum.Enum):
+    """Where a group's host copy lies.
+
+    `PINNED`: page-locked memory, packed in execution order, one copy per group, asynchronous.
+    `PAGEABLE`: wherever the weights were loaded (also a checkpoint's memory map); nothing is packed, copies are
+    staged by the driver and hold up the host.
+    """
+
+    PINNED = "pinned"
+    PAGEABLE = "pageable"
+
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(value: int | float | str, name: str) -> int:
+    """Reads a size in bytes: an int, or a text such as `"8GiB"`, `"500 MB"`, `"1.5g"` (bare k, m, g, t are binary).
+
+    Args:
+        value (`int`, `float` or `str`): The size.
+        name (`str`): The argument's name, for the error.
+
+    Raises:
+        TypeError: `value` is neither a number nor a string.
+        ValueError: It is not positive, not finite, or no such size.
+
+    Example:
+        >>> parse_bytes("8GiB", "memory_budget")
+        8589934592
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise TypeError(f"{name} must be bytes as an int or a text such as '8GiB', got {value!r}.")
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ValueError(f"{name} must be bytes as an int or a text such as '8GiB' or '500MB', got {value!r}.")
+        value = float(match[1]) * _UNITS[match[2].lower()]
+    if not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{name} must be more than 0 bytes, got {value!r}.")
+    return int(value)
+
+
+def format_bytes(count: float) -> str:
+    """Writes a size for people: `format_bytes(8 << 30) == "8.00 GiB"`."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{int(count)} B"
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerwiseOffloadConfig:
+    """Options of layerwise offload. Every field has a default that the plan chooses; an explicit value wins.
+
+    Args:
+        prefetch (`int`, *optional*): Groups loaded ahead of the one that computes; the ring holds one more than that.
+        resident (`int` or `float`, *optional*): Groups kept on the device: a count, or (a float of at most 1.0) a
+            share of the component's bytes.
+        placement (`str`, defaults to `"stall"`): Which groups become resident, see [`Placement`].
+        group_size (`int` or `str`, *optional*): Bytes that a group may have (`"64MiB"`), or `"layer"` for whole
+            layers. A single module larger than that is a group of its own.
+        residency (`str`, *optional*): `"use"` (a pipeline's default) or `"lasting"` (a bare module's), see
+            [`Residency`].
+        host (`str`, *optional*): The host tier, see [`HostTier`]; `"pinned"` unless the execution device is the CPU.
+        activation_reserve (`int` or `str`, *optional*): Bytes of the budget left to activations. 0 makes the budget
+            weights only. By default a tenth of the budget, at most 2 GiB (0 for a bare module).
+
+    Example:
+        >>> LayerwiseOffloadConfig.read({"prefetch": 2, "group_size": "64MiB"}).group_size
+        67108864
+    """
+
+    prefetch: int | None = None
+    resident: int | float | None = None
+    placement: Placement = Placement.STALL
+    group_size: int | str | None = None
+    residency: Residency | None = None
+    host: HostTier | None = None
+    activation_reserve: int | None = None
+
+    def __post_init__(self) -> None:
+        _count(self.prefetch, "config.prefetch")
+        _share(self.resident)
+        _set(self, "placement", _choice(Placement, self.placement, "config.placement"))
+        if self.residency is not None:
+            _set(self, "residency", _choice(Residency, self.residency, "config.residency"))
+        if self.host is not None:
+            _set(self, "host", _choice(HostTier, self.host, "config.host"))
+        if self.group_size is not None and self.group_size != "layer":
+            _set(self, "group_size", parse_bytes(self.group_size, "config.group_size (bytes or 'layer')"))
+        if self.activation_reserve not in (None, 0):
+            _set(self, "activation_reserve", parse_bytes(self.activation_reserve, "config.activation_reserve"))  # type: ignore[arg-type]
+
+    @classmethod
+    def read(cls, value: LayerwiseOffloadConfig | dict[str, Any] | None) -> LayerwiseOffloadConfig:
+        """Takes a config, a dict of its fields, or None.
+
+        Raises:
+            TypeError: `value` is something else.
+            ValueError: An unknown field (the message has the nearest one), or a value out of range.
+        """
+        if value is None:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, dict):
+            raise TypeError(f"config must be a LayerwiseOffloadConfig or a dict of its fields, got {value!r}.")
+        fields = [f.name for f in dataclasses.fields(cls)]
+        for key in value:
+            if key not in fields:
+                hint = nearest(str(key), fields)
+                raise ValueError(f"config has no field {key!r}.{hint} The fields are {', '.join(fields)}.")
+        return cls(**value)
+
+    def merged(self, options: dict[str, Any]) -> LayerwiseOffloadConfig:
+        """This config with the fields in `options` replaced, checked like [`read`]."""
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return type(self).read(given | options)
+
+
+def read_mode(value: str | Mode) -> Mode:
+    """Reads a mode by name.
+
+    Raises:
+        ValueError: No such mode; the message has the nearest one.
+    """
+    return _choice(Mode, value, "mode")
+
+
+def _choice(kind: Any, value: Any, name: str) -> Any:
+    valid = [member.value for member in kind]
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, str) and value.strip().lower() in valid:
+        return kind(value.strip().lower())
+    raise ValueError(f"{name} must be one of {valid}, got {value!r}.{nearest(str(value), valid)}")
+
+
+def _set(config: LayerwiseOffloadConfig, field: str, value: Any) -> None:
+    object.__setattr__(config, field, value)
+
+
+def _count(value: Any, name: str) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number of groups, got {value!r}.")
+    if value < 0:
+        raise ValueError(f"{name} must be 0 or more groups, got {value!r}.")
+
+
+def _share(value: Any) -> None:
+    if isinstance(value, float):
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"config.resident as a share must lie between 0.0 and 1.0, got {value!r}.")
+        return
+    _count(value, "config.resident")

@@ -1,0 +1,286 @@
+"""One component: which modules move as a unit, which layer each unit belongs to, and what stays resident.
+
+A unit is the smallest set of parameters that has one trigger: a module that owns parameters and has no descendant that
+owns any. Groups (see `plan.py`) are runs of units. Parameters that a module with such descendants owns itself have no
+trigger of their own (their owner runs around other units), so they stay resident while the component is in use, as do
+buffers and small units.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from .errors import LayerwiseOffloadError
+from .tensors import Entry, Extent, collect_extents, why_not_movable
+
+#: A unit is small when it has at most 1/64 of the largest unit's bytes, and all small ones together at most 2 % of the
+#: component's. Relative, so that a model of a few kilobytes streams like one of 20 GB.
+SMALL_UNIT = 64
+SMALL_TOTAL = 0.02
+
+_registered: dict[type[nn.Module], tuple[str, ...]] = {}
+
+
+@dataclasses.dataclass(eq=False)
+class Unit:
+    """Parameters that move together because one module's call reads them.
+
+    `triggers` are the modules whose `forward` needs the unit (several when modules share all their parameters).
+    `layer` is the innermost repeated block that holds it, or None.
+    """
+
+    index: int
+    name: str
+    layer: str | None
+    triggers: list[nn.Module]
+    extents: list[Extent]
+
+    @property
+    def size(self) -> int:
+        """Bytes in a region, each tensor aligned."""
+        return sum(extent.size for extent in self.extents)
+
+
+@dataclasses.dataclass(eq=False)
+class Component:
+    """What discovery found in one module: units in registration order, and what stays resident while it is in use.
+
+    `fixed` are the extents of buffers, small units and parameters owned by modules around units; `weights` counts the
+    bytes of all parameters (not aligned, tied ones once); `unmovable` says what can't be streamed and why.
+    """
+
+    name: str
+    module: nn.Module
+    units: list[Unit]
+    fixed: list[Extent]
+    layers: list[str]
+    weights: int
+    unmovable: list[str]
+
+    @property
+    def fixed_size(self) -> int:
+        """Bytes in a region of all that stays resident."""
+        return sum(extent.size for extent in self.fixed)
+
+    @property
+    def streamable(self) -> int:
+        """Bytes in a region of all units."""
+        return sum(unit.size for unit in self.units)
+
+    def entries(self) -> Iterator[Entry]:
+        """Every parameter and buffer once."""
+        for extent in [*self.fixed, *(e for unit in self.units for e in unit.extents)]:
+            yield from extent.entries
+
+
+def register_layers(module_class: type[nn.Module], names: Sequence[str]) -> None:
+    """Overrides discovery for a class: the named children move as one unit each.
+
+    Args:
+        module_class (`type`): The class whose instances are meant (subclasses included).
+        names (`Sequence[str]`): Dotted names below it. A `ModuleList`, `ModuleDict` or `Sequential` stands for each of
+            its elements; any other module for itself. The parent, or the module's own `forward`, must call them as
+            modules. `[]` makes the class itself one unit.
+
+    Raises:
+        TypeError: `module_class` is no `nn.Module` class, or a name is no string.
+
+    Example:
+        >>> register_layers(MyTransformer, ["blocks", "head"])
+    """
+    if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
+        raise TypeError(f"register_layers needs an nn.Module class, got {module_class!r}.")
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"register_layers needs a list of dotted names, got {names!r}.")
+    _registered[module_class] = tuple(names)
+
+
+def discover(module: nn.Module, name: str) -> Component:
+    """Finds a component's units, layers and fixed tensors. Reads shapes and pointers only; moves nothing.
+
+    Args:
+        module (`nn.Module`): The component.
+        name (`str`): Its name in the pipeline, for messages.
+
+    Raises:
+        LayerwiseOffloadError: A name given to [`register_layers`] doesn't exist.
+    """
+    layers = dict(find_layers(module))
+    roots = _unit_roots(module)
+    paths = {id(m): path for path, m in module.named_modules()}
+    entries, unmovable = _entries(module)
+    homes = _homes(entries, roots)
+    units: list[Unit] = []
+    loose = list(homes.pop(None, []))
+    for root in roots:
+        held = homes.pop(id(root), [])
+        if held:
+            path = paths[id(root)]
+            units.append(Unit(len(units), path, _layer_of(path, layers), [root], collect_extents(held)))
+    _share_triggers(units, roots, entries)
+    weights = sum(e.host.numel() * e.host.element_size() for e in entries if not e.is_buffer)
+    small = _small(units)
+    loose += [entry for unit in units if unit in small for extent in unit.extents for entry in extent.entries]
+    units = [unit for unit in units if unit not in small]
+    for index, unit in enumerate(units):
+        unit.index = index
+    return Component(name, module, units, collect_extents(loose), sorted(layers.values()), weights, unmovable)
+
+
+def find_layers(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yields (path, layer name) for every block of every repeated stack, at any depth.
+
+    A stack is a `ModuleList`, `ModuleDict` or `Sequential` in which at least two elements are of one class, own
+    parameters and have children: `Sequential(Linear, SiLU, Linear)` is no stack.
+    """
+    for path, stack in module.named_modules():
+        if not isinstance(stack, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            continue
+        blocks = [(n, m) for n, m in stack.named_children() if _owns(m) and next(m.children(), None) is not None]
+        kinds = Counter(type(m) for _, m in blocks)
+        for child, block in blocks:
+            if kinds[type(block)] >= 2 or len(blocks) >= 3:
+                full = f"{path}.{child}" if path else child
+                yield full, full
+
+
+def _owns(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _unit_roots(module: nn.Module) -> list[nn.Module]:
+    """The modules that trigger units, in registration order, each once."""
+    roots: list[nn.Module] = []
+    seen: set[int] = set()
+
+    def visit(m: nn.Module) -> None:
+        if id(m) in seen or not _owns(m):
+            return
+        seen.add(id(m))
+        named = _registered_children(m)
+        if _is_one_unit(m) or named == []:
+            roots.append(m)
+            seen.update(id(child) for child in m.modules())
+            return
+        for child in named or []:
+            if id(child) not in seen:
+                roots.append(child)
+                seen.update(id(grandchild) for grandchild in child.modules())
+        for child in m.children():
+            visit(child)
+
+    visit(module)
+    order = {id(m): position for position, m in enumerate(module.modules())}
+    return sorted(roots, key=lambda m: order[id(m)])
+
+
+def _is_one_unit(module: nn.Module) -> bool:
+    """Whether a module's whole subtree must move as one: nothing below owns parameters, or it reads its children's.
+
+    `nn.MultiheadAttention` passes `out_proj.weight` to a function without calling `out_proj`. A parametrised or
+    weight-normed module has pre-hooks of its own that read the raw weights before any hook on `forward`.
+    """
+    if isinstance(module, nn.MultiheadAttention):
+        return True
+    if hasattr(module, "parametrizations"):
+        return True
+    return bool(module._parameters) and not any(_owns(child) for child in module.children())
+
+
+def _registered_children(module: nn.Module) -> list[nn.Module] | None:
+    for kind in type(module).__mro__:
+        if kind in _registered:
+            found: list[nn.Module] = []
+            for name in _registered[kind]:
+                try:
+                    child = module.get_submodule(name)
+                except AttributeError as error:
+                    raise LayerwiseOffloadError(
+                        f"register_layers({kind.__name__}, ...) names {name!r}, which {type(module).__name__} doesn't "
+                        f"have. Its children are {[n for n, _ in module.named_children()]}."
+                    ) from error
+                stack = isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+                found += [m for m in (child.children() if stack else [child]) if _owns(m)]
+            return found
+    return None
+
+
+def _entries(module: nn.Module) -> tuple[list[Entry], list[str]]:
+    """Every parameter and buffer once, with all its owners; and what can't be moved, by name and reason."""
+    found: dict[int, Entry] = {}
+    unmovable: list[str] = []
+    for path, owner in module.named_modules():
+        for held, is_buffer in ((owner._parameters, False), (owner._buffers, True)):
+            for name, tensor in held.items():
+                if tensor is None:
+                    continue
+                if id(tensor) in found:
+                    found[id(tensor)].owners.append((owner, name))
+                    continue
+                full = f"{path}.{name}" if path else name
+                reason = why_not_movable(tensor)
+                if reason is not None:
+                    unmovable.append(f"{full} {reason}")
+                    continue
+                with torch.inference_mode(False), torch.no_grad():
+                    host = tensor.data
+                found[id(tensor)] = Entry(tensor, [(owner, name)], full, host, tensor._version, is_buffer)
+    return list(found.values()), unmovable
+
+
+def _homes(entries: list[Entry], roots: list[nn.Module]) -> dict[int | None, list[Entry]]:
+    """The unit root that each entry belongs to; None for buffers, loose parameters, and ones that layers share.
+
+    A parameter that several unit roots hold belongs to the first one when none of them holds anything else (an
+    embedding and its tied head); else it stays resident, since loading either unit would have to load both.
+    """
+    root_of: dict[int, int] = {}
+    for root in roots:
+        for module in root.modules():
+            root_of.setdefault(id(module), id(root))
+    count = Counter(root_of.get(id(e.owners[0][0])) for e in entries if not e.is_buffer)
+    homes: dict[int | None, list[Entry]] = {}
+    for entry in entries:
+        holders = {root_of.get(id(module)) for module, _ in entry.owners}
+        first = root_of.get(id(entry.owners[0][0]))
+        others = holders - {first}
+        alone = not others or (None not in holders and count[first] == 1 and not any(count[o] for o in others))
+        homes.setdefault(first if alone and not entry.is_buffer else None, []).append(entry)
+    return homes
+
+
+def _share_triggers(units: list[Unit], roots: list[nn.Module], entries: list[Entry]) -> None:
+    """Adds to each unit the other roots that hold its parameters: tied weights have one unit and several triggers."""
+    unit_of = {id(e): unit for unit in units for extent in unit.extents for e in extent.entries}
+    root_of = {id(m): root for root in roots for m in root.modules()}
+    for entry in entries:
+        unit = unit_of.get(id(entry))
+        for module, _ in entry.owners if unit is not None else []:
+            root = root_of.get(id(module))
+            if unit is not None and root is not None and root not in unit.triggers:
+                unit.triggers.append(root)
+
+
+def _layer_of(path: str, layers: dict[str, str]) -> str | None:
+    while path:
+        if path in layers:
+            return layers[path]
+        path = path.rpartition(".")[0]
+    return None
+
+
+def _small(units: list[Unit]) -> set[Unit]:
+    largest = max((unit.size for unit in units), default=0)
+    budget = SMALL_TOTAL * sum(unit.size for unit in units)
+    small: set[Unit] = set()
+    for unit in sorted(units, key=lambda u: u.size):
+        budget -= unit.size
+        if unit.size * SMALL_UNIT > largest or budget < 0:
+            break
+        small.add(unit)
+    return small

@@ -1,0 +1,180 @@
+"""The accelerate hooks: one at each component's root, one at each unit's module. No tensor code here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
+from torch import nn
+
+from .discovery import Unit
+from .errors import LayerwiseOffloadError
+from .inputs import move_inputs, requires_grad
+from .runtime import Runtime
+from .schedule import Schedule
+
+
+class RootHook(ModelHook):
+    """At a component's root: a pass begins, inputs go to the execution device, the pass ends.
+
+    `execution_device` (with its index) is what diffusers looks for. `pre_forward` works without inputs and without a
+    matching `post_forward`: diffusers' `apply_forward_hook` calls it so for a VAE's `encode` and `decode`.
+    """
+
+    def __init__(self, runtime: Runtime, schedule: Schedule, device: torch.device) -> None:
+        self.runtime = runtime
+        self.schedule = schedule
+        self.execution_device = device
+        self.is_inside = False
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Begins a pass and moves the inputs, once, here; blocks get them where they are."""
+        refuse_gradients(self.schedule, args, kwargs)
+        is_forward = bool(args or kwargs)
+        if is_forward and self.is_inside:
+            # The pass before was left by an exception: accelerate calls no post_forward then.
+            self.schedule.abandon_pass()
+        self.is_inside = self.is_inside or is_forward
+        self.runtime.begin_pass(self.schedule)
+        skip = getattr(module, "_skip_keys", None)
+        return move_inputs(args, self.execution_device), move_inputs(kwargs, self.execution_device, skip)
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Ends the pass."""
+        self.is_inside = False
+        self.runtime.end_pass(self.schedule)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Gives the weights back to the host; whoever removes this hook finds an ordinary module."""
+        self.is_inside = False
+        self.schedule.abandon_pass()
+        self.schedule.leave()
+        return module
+
+
+class UnitHook(ModelHook):
+    """At a module that owns weights: they are awaited before it runs, and released after."""
+
+    def __init__(self, schedule: Schedule, unit: Unit, device: torch.device) -> None:
+        self.schedule = schedule
+        self.unit = unit
+        self.execution_device = device
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Waits, on the device, for the unit's group."""
+        self.schedule.use(self.unit)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Tells the schedule that the unit was used."""
+        self.schedule.done(self.unit)
+        return output
+
+
+class EarlyUnitHook(UnitHook):
+    """For a module with pre-hooks of its own that read its weights (`weight_norm`): a pre-hook before all of them.
+
+    accelerate's hooks replace `forward`, and pre-hooks run before that.
+    """
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Puts the trigger in front of the module's own pre-hooks."""
+        self._handle = module.register_forward_pre_hook(lambda _m, _args: self.schedule.use(self.unit), prepend=True)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Nothing: the pre-hook has done it."""
+        return args, kwargs
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Removes the pre-hook."""
+        self._handle.remove()
+        return module
+
+
+def refuse_gradients(schedule: Schedule, args: Any, kwargs: Any) -> None:
+    """Raises when a graph would be built: its backward would read slots that hold other weights by then.
+
+    Raises:
+        LayerwiseOffloadError: Gradients are enabled and an input or a weight requires them.
+    """
+    if not torch.is_grad_enabled():
+        return
+    asked = requires_grad(args) or requires_grad(kwargs)
+    if asked or any(entry.tensor.requires_grad for entry in schedule.component.entries()):
+        what = "an input" if asked else "its weights"
+        raise LayerwiseOffloadError(
+            f"{schedule.name!r} streams its layers and was called with gradients enabled while {what} require them; a "
+            f"backward pass would read memory that holds other layers by then. Call it under torch.no_grad() or "
+            f"torch.inference_mode(), or take layerwise offload off first (disable_layerwise_offload()) to train."
+        )
+
+
+def install(runtime: Runtime, schedule: Schedule) -> None:
+    """Hooks a component's root and units, behind hooks that are there already."""
+    device = runtime.transfer.device
+    root = schedule.component.module
+    for unit in schedule.component.units:
+        for module in unit.triggers:
+            if module is not root:
+                kind = EarlyUnitHook if module._forward_pre_hooks else UnitHook
+                add_hook_to_module(module, kind(schedule, unit, device), append=True)
+    add_hook_to_module(root, _root_hook(runtime, schedule, device), append=False)
+
+
+def _root_hook(runtime: Runtime, schedule: Schedule, device: torch.device) -> ModelHook:
+    own = [unit for unit in schedule.component.units if schedule.component.module in unit.triggers]
+    if own:
+        return SingleUnitRootHook(runtime, schedule, device, own)
+    return RootHook(runtime, schedule, device)
+
+
+class SingleUnitRootHook(RootHook):
+    """For a component whose root is itself a unit (a single module): both hooks in one."""
+
+    def __init__(self, runtime: Runtime, schedule: Schedule, device: torch.device, units: list[Unit]) -> None:
+        super().__init__(runtime, schedule, device)
+        self.units = units
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Begins a pass and waits for the weights."""
+        moved = super().pre_forward(module, *args, **kwargs)
+        for unit in self.units:
+            self.schedule.use(unit)
+        return moved
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Releases the weights and ends the pass."""
+        for unit in self.units:
+            self.schedule.done(unit)
+        return super().post_forward(module, output)
+
+
+def uninstall(schedule: Schedule) -> None:
+    """Takes this schedule's hooks off, wherever they still are, and leaves everybody else's. Idempotent."""
+    root = schedule.component.module
+    remove_own(root, schedule)
+    for module in root.modules():
+        remove_own(module, schedule)
+
+
+def remove_own(module: nn.Module, schedule: Schedule) -> None:
+    """Removes our hook from one module, keeping other hooks that were chained with it."""
+    hook = module.__dict__.get("_hf_hook")
+    if _is_own(hook, schedule):
+        remove_hook_from_module(module)
+    elif isinstance(hook, SequentialHook) and any(_is_own(h, schedule) for h in hook.hooks):
+        others = [h for h in hook.hooks if not _is_own(h, schedule)]
+        remove_hook_from_module(module)
+        for other in others:
+            add_hook_to_module(module, other, append=True)
+    forward = module.__dict__.get("forward")
+    if getattr(forward, "__func__", None) is type(module).forward and "_hf_hook" not in module.__dict__:
+        # accelerate restores the method as an instance attribute; an ordinary module has none.
+        del module.__dict__["forward"]
+
+
+def _is_own(hook: object, schedule: Schedule) -> bool:
+    return isinstance(hook, (RootHook, UnitHook)) and hook.schedule is schedule

@@ -1,0 +1,161 @@
+"""The host copy: units packed in execution order into page-locked chunks, so that a run of units is one copy.
+
+A chunk holds the units of a stretch of execution order back to back. Any run of them is one contiguous region, whatever
+groups the plan cuts, so a new plan never repacks. Weights stay where they were loaded until their component has shown
+its order, and for good when the tier is pageable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from . import platform
+from .config import HostTier, format_bytes
+from .discovery import Unit
+from .tensors import ALIGNMENT, Extent, view_like
+
+#: While a chunk is packed its sources are still alive, so this bounds the extra host memory; groups don't cross chunks.
+CHUNK_BYTES = 512 << 20
+
+
+class Chunk:
+    """One page-locked buffer of host memory. `registered` tells memory locked in place from memory allocated locked."""
+
+    def __init__(self, count: int, device: torch.device, pin: bool) -> None:
+        self.registered = False
+        self.pinned = pin
+        if pin and not platform.can_pin_in_place(device):
+            self.buffer = platform.new_pinned(count, device)
+        else:
+            self.buffer = torch.empty(count, dtype=torch.uint8)
+        self.device = device
+
+    def lock(self) -> None:
+        """Page-locks the buffer in place, after it was written, so that its pages were placed by the writer."""
+        if not self.pinned or self.registered or not platform.can_pin_in_place(self.device):
+            return
+        platform.pin_in_place(self.buffer)
+        self.registered = True
+        self._unlock = weakref.finalize(self, platform.unpin_in_place, self.buffer.data_ptr())
+
+    def unlock(self) -> None:
+        """Gives page-locked memory back as ordinary memory where that is possible in place. Idempotent."""
+        if self.registered:
+            self._unlock()
+            self.registered = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a unit lies: its chunk, the byte offset in it, and its size."""
+
+    chunk: Chunk
+    offset: int
+    size: int
+
+
+class HostStore:
+    """The host copy of one component's units.
+
+    Args:
+        device (`torch.device`): The execution device.
+        tier (`HostTier`): Pageable stores never pack.
+    """
+
+    def __init__(self, device: torch.device, tier: HostTier) -> None:
+        self.device = device
+        self.tier = tier
+        self.notes: list[str] = []
+        self._places: dict[Unit, Place] = {}
+        self._chunks: list[Chunk] = []
+
+    def place(self, unit: Unit) -> Place | None:
+        """Where a unit was packed; None when it still lies where it was loaded."""
+        return self._places.get(unit)
+
+    def forget(self, unit: Unit) -> None:
+        """Drops a unit's place after its tensors were replaced; its bytes are then read from the new tensors."""
+        self._places.pop(unit, None)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of page-locked memory held."""
+        return sum(c.buffer.numel() for c in self._chunks if c.pinned)
+
+    def pack(self, units: Iterable[Unit]) -> None:
+        """Packs units that have no place yet, in the order given; each chunk's sources are freed once it is full.
+
+        The units must be offloaded. Does nothing in the pageable tier. Idempotent.
+        """
+        if self.tier is not HostTier.PINNED:
+            return
+        waiting = [unit for unit in units if unit not in self._places]
+        with torch.inference_mode(False), torch.no_grad():
+            while waiting:
+                count, size = 0, 0
+                while count < len(waiting) and (count == 0 or size + waiting[count].size <= CHUNK_BYTES):
+                    size += waiting[count].size
+                    count += 1
+                self._pack_chunk(waiting[:count], size)
+                waiting = waiting[count:]
+
+    def _pack_chunk(self, units: Sequence[Unit], size: int) -> None:
+        chunk = self._new_chunk(ALIGNMENT + size)
+        offset = ALIGNMENT
+        for unit in units:
+            self._places[unit] = Place(chunk, offset, unit.size)
+            for extent in unit.extents:
+                move_extent(extent, chunk.buffer, offset)
+                offset += extent.size
+        self._lock(chunk)
+        self._chunks.append(chunk)
+
+    def _new_chunk(self, count: int) -> Chunk:
+        try:
+            return Chunk(count, self.device, pin=True)
+        except RuntimeError as error:
+            self._note_failure(count, error)
+            return Chunk(count, self.device, pin=False)
+
+    def _lock(self, chunk: Chunk) -> None:
+        try:
+            chunk.lock()
+        except RuntimeError as error:
+            self._note_failure(chunk.buffer.numel(), error)
+            chunk.pinned = False
+
+    def _note_failure(self, count: int, error: RuntimeError) -> None:
+        # A failed pin looks like a device out-of-memory in some drivers' wording: say which memory it was.
+        self.notes.append(f"{format_bytes(count)} of host memory could not be page-locked, copies are staged: {error}")
+
+    def release(self) -> None:
+        """Makes every host copy ordinary memory again: unlocked in place, or copied out of the pinned pool."""
+        for chunk in self._chunks:
+            chunk.unlock()
+        if not any(c.pinned and not platform.can_pin_in_place(self.device) for c in self._chunks):
+            self._chunks = []
+            self._places = {}
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            for unit in self._places:
+                buffer = torch.empty(ALIGNMENT + unit.size, dtype=torch.uint8)
+                offset = ALIGNMENT
+                for extent in unit.extents:
+                    move_extent(extent, buffer, offset)
+                    offset += extent.size
+        self._chunks = []
+        self._places = {}
+
+
+def move_extent(extent: Extent, buffer: torch.Tensor, offset: int) -> None:
+    """Copies an extent's bytes to `buffer` at `offset` and makes its entries' host copies views of them."""
+    target = buffer.narrow(0, offset, extent.nbytes)
+    target.copy_(extent.source)
+    extent.source = target
+    for entry, inner in zip(extent.entries, extent.offsets, strict=True):
+        entry.host = view_like(buffer, offset + inner, entry.host)
+        entry.tensor.data = entry.host

@@ -1,0 +1,70 @@
+"""The one file that knows backends by name: page-locking host memory in place, and what a device can tell.
+
+Everything else goes through `torch.accelerator`, `torch.get_device_module`, `torch.Stream` and `torch.Event`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def default_device() -> torch.device:
+    """The execution device when the user names none: the accelerator if there is one, else the CPU."""
+    if torch.accelerator.is_available():
+        found = torch.accelerator.current_accelerator()
+        if found is not None:
+            return indexed(found)
+    return torch.device("cpu")
+
+
+def indexed(device: torch.device) -> torch.device:
+    """Adds the index that `device` means without one, and initialises nothing (before use the current one is 0)."""
+    if device.type == "cpu" or device.index is not None:
+        return torch.device(device.type) if device.type == "cpu" else device
+    module = torch.get_device_module(device)
+    ready = getattr(module, "is_initialized", lambda: True)()
+    return torch.device(device.type, module.current_device() if ready else 0)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be allocated: what the driver reports free and what torch's allocator holds unused.
+
+    None for the CPU and for backends that don't say.
+    """
+    if device.type == "cpu":
+        return None
+    module = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    free = int(module.mem_get_info(device)[0])
+    if hasattr(module, "memory_reserved") and hasattr(module, "memory_allocated"):
+        free += max(0, int(module.memory_reserved(device)) - int(module.memory_allocated(device)))
+    return free
+
+
+def can_pin_in_place(device: torch.device) -> bool:
+    """Whether memory that is allocated already can be page-locked where it is (CUDA and ROCm)."""
+    return device.type == "cuda"
+
+
+def pin_in_place(buffer: torch.Tensor) -> None:
+    """Page-locks a CPU tensor's memory at its exact size.
+
+    torch's own pinned pool rounds each block up to a power of two, up to 1.78 times the bytes of real checkpoints.
+
+    Raises:
+        RuntimeError: The driver refused (not enough lockable memory).
+    """
+    status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
+    if int(status) != 0:
+        raise RuntimeError(f"cudaHostRegister of {buffer.numel()} bytes failed with error {int(status)}")
+
+
+def unpin_in_place(pointer: int) -> None:
+    """Undoes [`pin_in_place`]; must run before the memory is freed."""
+    torch.cuda.cudart().cudaHostUnregister(pointer)
+
+
+def new_pinned(count: int, device: torch.device) -> torch.Tensor:
+    """`count` bytes of page-locked CPU memory for a device that can't lock memory in place."""
+    return torch.empty(count, dtype=torch.uint8, pin_memory=True)

@@ -1,0 +1,143 @@
+"""What happened: a report for people (`str`) and for programs (`to_dict`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from .config import format_bytes
+from .plan import ComponentPlan, OffloadPlan
+from .runtime import Runtime
+from .schedule import Schedule
+
+#: Raised when a key of `to_dict()` changes its meaning or goes away.
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ComponentReport:
+    """One component. Sizes in bytes, times in seconds.
+
+    `hits` and `misses` count uses of streamed groups that had been prefetched or had to be loaded on demand;
+    `stall` is the time of one measured pass that compute waited for copies, None before it was measured.
+    """
+
+    name: str
+    choice: str
+    weights: int
+    groups: int
+    resident_groups: int
+    streamed_groups: int
+    resident_bytes: int
+    streamed_bytes: int
+    fixed_bytes: int
+    host_tier: str
+    pinned_bytes: int
+    passes: int
+    hits: int
+    misses: int
+    dropped: int
+    stall: float | None
+    step_predicted: float | None
+    notes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a handle has done so far.
+
+    `peak_predicted` and `peak_seen` count weight bytes on the execution device (ring, resident groups, fixed weights);
+    `moved_bytes` counts host-to-device copies of weights.
+
+    Example:
+        >>> print(pipe.layerwise_offload.report())
+    """
+
+    mode: str
+    device: str
+    budget: int | None
+    weights: int
+    ring_slots: int
+    ring_slot_bytes: int
+    peak_predicted: int
+    peak_seen: int
+    moved_bytes: int
+    copies: int
+    components: tuple[ComponentReport, ...]
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values; `version` changes when a key does."""
+        return {"version": VERSION} | dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        lines = [
+            f"layerwise offload on {self.device}, mode {self.mode}: {format_bytes(self.weights)} of weights, "
+            f"peak on the device {format_bytes(self.peak_seen)} (planned {format_bytes(self.peak_predicted)}"
+            + (f", budget {format_bytes(self.budget)})" if self.budget is not None else ")"),
+            f"moved {format_bytes(self.moved_bytes)} in {self.copies} copies"
+            + (f"; ring of {self.ring_slots} slots of {format_bytes(self.ring_slot_bytes)}" if self.ring_slots else ""),
+            *_table(self.components),
+            *(f"note: {note}" for note in self.notes),
+        ]
+        lines += [f"note: {c.name}: {note}" for c in self.components for note in c.notes]
+        return "\n".join(lines)
+
+
+def make_report(runtime: Runtime, notes: list[str]) -> Report:
+    """Reads a runtime's plan and counters."""
+    plan, transfer = runtime.plan, runtime.transfer
+    components = tuple(_component(s, plan, runtime) for s in runtime.schedules)
+    return Report(
+        plan.mode.value,
+        str(transfer.device),
+        None if plan.budget is None else plan.budget + plan.reserve,
+        sum(c.weights for c in components),
+        plan.slots,
+        plan.slot_bytes,
+        plan.peak_bytes,
+        transfer.peak_bytes,
+        transfer.moved_bytes,
+        transfer.copies,
+        components,
+        tuple(notes),
+    )
+
+
+def _component(schedule: Schedule, plan: OffloadPlan, runtime: Runtime) -> ComponentReport:
+    part: ComponentPlan = plan.component(schedule.name)
+    counters = schedule.counters
+    resident = sum(group.resident for group in part.groups)
+    return ComponentReport(
+        name=schedule.name,
+        choice=part.choice.value,
+        weights=part.weights,
+        groups=len(part.groups),
+        resident_groups=resident,
+        streamed_groups=len(part.groups) - resident,
+        resident_bytes=part.resident_bytes,
+        streamed_bytes=part.streamed_bytes,
+        fixed_bytes=part.fixed_bytes,
+        host_tier=schedule.store.tier.value,
+        pinned_bytes=schedule.store.pinned_bytes,
+        passes=counters.passes,
+        hits=counters.hits,
+        misses=counters.misses,
+        dropped=counters.dropped,
+        stall=runtime.stall.get(schedule.name),
+        step_predicted=part.step,
+        notes=tuple(schedule.store.notes),
+    )
+
+
+def _table(components: tuple[ComponentReport, ...]) -> list[str]:
+    head = ("component", "", "weights", "groups", "resident", "streamed", "passes", "hits", "misses", "stall")
+    rows = [head]
+    for c in components:
+        stall = "-" if c.stall is None else f"{c.stall * 1e3:.1f} ms"
+        held = f"{c.resident_groups} ({format_bytes(c.resident_bytes)})"
+        streamed = f"{c.streamed_groups} ({format_bytes(c.streamed_bytes)})"
+        counts = (str(c.passes), str(c.hits), str(c.misses))
+        rows.append((c.name, c.choice, format_bytes(c.weights), str(c.groups), held, streamed, *counts, stall))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    return ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,332 @@
+"""One handle's components on one device: the ring they share, the plan, whose pass it is, and what comes next."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from . import platform
+from .config import Mode, Residency
+from .errors import LayerwiseOffloadError
+from .measure import PassTimer
+from .plan import ComponentSpec, OffloadPlan
+from .schedule import PassState, Schedule
+from .search import Request, make_plan, steady_step
+from .simulate import Link
+from .transfer import Ring, Transfer, plain_tensors
+
+#: Passes whose times are measured: the first, which also shows the order, and the second, with prefetch at work.
+MEASURED_PASSES = 2
+#: A new plan must be this much faster by prediction before groups are cut anew.
+WORTHWHILE = 0.98
+#: Without a budget, this share of the free memory is left alone (other processes, fragmentation).
+MARGIN = 0.05
+#: The default activation reserve of a pipeline, until activations are planned or measured: a tenth, at most 2 GiB.
+RESERVE_SHARE = 10
+RESERVE_MOST = 2 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What the user asked for, and for what: a pipeline (whose calls begin and end) or a bare module.
+
+    Args:
+        mode (`Mode`): The mode.
+        budget (`int`, *optional*): All device bytes that may be used; None reads the free memory at the first pass.
+        reserve (`int`, *optional*): Bytes of the budget for activations; None takes the default.
+        residency (`Residency`): How long resident groups stay.
+        has_calls (`bool`): A pipeline: uses end with its call.
+    """
+
+    mode: Mode
+    budget: int | None
+    reserve: int | None
+    residency: Residency
+    has_calls: bool
+
+
+class Runtime:
+    """Runs the schedules of one handle.
+
+    Args:
+        transfer (`Transfer`): The device.
+        schedules (`Sequence[Schedule]`): The components.
+        terms (`Terms`): What the user asked for.
+
+    Raises:
+        torch.OutOfMemoryError: A budget was given and no plan fits it.
+    """
+
+    def __init__(self, transfer: Transfer, schedules: Sequence[Schedule], terms: Terms) -> None:
+        self.transfer = transfer
+        self.schedules = list(schedules)
+        self.terms = terms
+        self.link: Link | None = None
+        self.ring: Ring | None = None
+        self.stall: dict[str, float] = {}
+        self.lock = threading.RLock()
+        self._together: set[frozenset[str]] = set()
+        self._active: Schedule | None = None
+        self._timers: dict[Schedule, PassTimer] = {}
+        self._measured: dict[Schedule, int] = {}
+        self._evicted: set[Schedule] = set()
+        self._log: list[Schedule] = []
+        self._previous: list[Schedule] = []
+        self._at = 0
+        self._depth = 0
+        self._free: int | None = None
+        self._stream: object = None
+        self.plan = self._make_plan()
+        for schedule in self.schedules:
+            schedule.make_slots = self._make_slots
+            schedule.next_up = self._next_up
+            schedule.open_pass = self.begin_pass
+        self._adopt(self.plan, self.schedules)
+
+    # ------------------------------------------------------------------ plan
+    def _specs(self) -> list[ComponentSpec]:
+        return [schedule.spec() for schedule in self.schedules]
+
+    def _request(self) -> Request:
+        budget = self.terms.budget if self.terms.budget is not None else self._free
+        reserve = self.terms.reserve or 0
+        if budget is not None and self.terms.reserve is None and self.terms.has_calls:
+            reserve = min(budget // RESERVE_SHARE, RESERVE_MOST)
+        learned = all(schedule.used for schedule in self.schedules if schedule.groups)
+        return Request(
+            self.terms.mode,
+            None if budget is None else budget - reserve,
+            reserve,
+            self.terms.residency,
+            self.link or Link(),
+            tuple(sorted(self._together, key=sorted)),
+            provisional=not learned or (self.terms.budget is None and self._free is None),
+        )
+
+    def _make_plan(self) -> OffloadPlan:
+        return make_plan(self._specs(), self._request())
+
+    def _adopt(self, plan: OffloadPlan, schedules: Sequence[Schedule]) -> None:
+        """Puts a plan in force. Components whose part of it didn't change keep their groups, unless the ring changed."""
+        old = self.ring
+        shape = (plan.slot_bytes, plan.slots)
+        changed = list(schedules)
+        if old is None or (old.slot_bytes, old.count) != shape:
+            changed = self.schedules
+            for schedule in self.schedules:
+                schedule.drop_all()
+            if old is not None:
+                old.close()
+            self.ring = Ring(self.transfer, *shape) if plan.slots else None
+        self.plan = plan
+        for schedule in changed:
+            schedule.adopt(plan.component(schedule.name), self.ring)
+
+    def _replan(self, due: Schedule) -> None:
+        """Makes the plan anew after `due` showed its order or its times, and adopts what changed."""
+        before = self.plan
+        plan = self._make_plan()
+        changed = [s for s in self.schedules if s is due or before.component(s.name).groups != plan.component(s.name).groups]
+        self._adopt(plan, changed)
+
+    # ------------------------------------------------------------------ calls
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """A pipeline call: fixed weights come to the device at its start, and all uses end with it.
+
+        A call inside another one (a pipeline that calls its parent class's `__call__`) belongs to the outer one.
+        """
+        with self.lock:
+            self._depth += 1
+            try:
+                if self._depth == 1:
+                    self._start_call()
+                yield
+            except BaseException:
+                for schedule in self.schedules:
+                    schedule.abandon_pass()
+                raise
+            finally:
+                self._depth -= 1
+                if self._depth == 0:
+                    self._end_call()
+
+    def _start_call(self) -> None:
+        self._start()
+        self._previous, self._log, self._at = self._log, [], 0
+        self._evicted.clear()
+        for schedule in self.schedules:
+            schedule.enter()
+
+    def _end_call(self) -> None:
+        self._active = None
+        for schedule in self.schedules:
+            if self.plan.component(schedule.name).residency is Residency.USE:
+                schedule.leave()
+            else:
+                schedule.end_pass()
+                schedule.drop_prefetched()
+        if self.ring is not None and not any(c.residency is Residency.LASTING for c in self.plan.components):
+            self.ring.close()
+
+    def release(self) -> None:
+        """Gives all device memory back until the next pass. Idempotent."""
+        with self.lock:
+            self._active = None
+            for schedule in self.schedules:
+                schedule.leave()
+            if self.ring is not None:
+                self.ring.close()
+
+    def _start(self) -> None:
+        """First work in this process: the copy stream, and the free memory where no budget was given."""
+        if self.transfer.pid == os.getpid():
+            return
+        if self.transfer.pid is not None and self.transfer.is_async:
+            raise LayerwiseOffloadError(
+                f"This process was forked after {self.transfer.device} had been used by layerwise offload, and a device "
+                f"can't be used in a forked child. Start workers with the 'spawn' method, or fork before the first call."
+            )
+        self.transfer.start()
+        if self.terms.budget is None:
+            free = platform.free_memory(self.transfer.device)
+            self._free = None if free is None else int(free * (1 - MARGIN))
+            self._adopt(self._make_plan(), self.schedules)
+
+    # ------------------------------------------------------------------ passes
+    def begin_pass(self, schedule: Schedule) -> None:
+        """A component's root is entered: closes whatever ran before, replans if something was learned, and goes."""
+        self._start()
+        active = self._active
+        if active is not None and active is not schedule:
+            active.end_pass()
+            self._after_pass(active)
+        if schedule.state is PassState.OPEN:
+            schedule.end_pass()
+            self._after_pass(schedule)
+        self._active = schedule
+        self._follow_stream()
+        self._log_pass(schedule)
+        self._learn(schedule)
+        self._make_room(schedule)
+        schedule.enter()
+        if schedule.groups and self._measured.get(schedule, 0) < MEASURED_PASSES:
+            schedule.timer = PassTimer(self.transfer)
+        schedule.begin_pass()
+
+    def end_pass(self, schedule: Schedule) -> None:
+        """A component's root is left. Idempotent."""
+        if schedule.state is PassState.OPEN:
+            schedule.end_pass()
+            self._after_pass(schedule)
+
+    def _after_pass(self, schedule: Schedule) -> None:
+        timer, schedule.timer = schedule.timer, None
+        if timer is not None and schedule.record:
+            self._timers[schedule] = timer
+            self._measured[schedule] = self._measured.get(schedule, 0) + 1
+
+    def _learn(self, schedule: Schedule) -> None:
+        """Before a pass: takes in what earlier ones showed of this component, its order and its times."""
+        timer = self._timers.get(schedule)
+        timed = False
+        if timer is not None and timer.is_complete():
+            busy, gap, self.stall[schedule.name] = self._timers.pop(schedule).read()
+            if len(busy) == len(schedule.order):
+                schedule.times, timed = (busy, gap), True
+        if schedule.relearn:
+            schedule.relearn = False
+            if self.plan.component(schedule.name).largest_streamed or self._uses_repeat(schedule):
+                for other in self.schedules:
+                    other.drop_all()
+                schedule.pack()
+                self._measure_link(schedule)
+                self._replan(schedule)
+        elif timed and self._improves(schedule):
+            self._replan(schedule)
+
+    def _uses_repeat(self, schedule: Schedule) -> bool:
+        """Whether a whole component is loaded again for each use, so that packing its host copy pays."""
+        return self.plan.component(schedule.name).residency is Residency.USE
+
+    def _improves(self, schedule: Schedule) -> bool:
+        if not self.plan.component(schedule.name).largest_streamed or self.terms.mode not in (Mode.AUTO, Mode.SPEED):
+            return False
+        spec, link = schedule.spec(), self.link or Link()
+        new = self._make_plan()
+        return steady_step(spec, new, link) < WORTHWHILE * steady_step(spec, self.plan, link)
+
+    def _measure_link(self, schedule: Schedule) -> None:
+        """Once, before steady state: how fast this host memory reaches this device."""
+        place = next((p for unit in schedule.sequence if (p := schedule.store.place(unit)) is not None), None)
+        if self.link is not None or place is None or self.ring is None:
+            return
+        with plain_tensors():
+            self.link = Link(*self.ring.measure(place.chunk.buffer))
+
+    def _follow_stream(self) -> None:
+        """When the caller computes on another stream than last time, that one goes behind everything loaded so far."""
+        stream = self.transfer.stream()
+        if self._stream is not None and stream != self._stream:
+            event = self.transfer.event()
+            if event is not None:
+                event.record(self._stream)
+            self.transfer.wait(event)
+        self._stream = stream
+
+    def _make_room(self, schedule: Schedule) -> None:
+        """Ends the use of idle components' resident groups, and drops what others prefetched."""
+        mine = next((names for names in self._together if schedule.name in names), frozenset([schedule.name]))
+        for other in self.schedules:
+            if other is schedule:
+                continue
+            other.drop_prefetched()
+            component = self.plan.component(other.name)
+            if component.residency is Residency.USE and other.name not in mine and component.resident_bytes:
+                self._evict(other, schedule)
+
+    def _evict(self, other: Schedule, by: Schedule) -> None:
+        held = self.transfer.held_bytes
+        other.drop_all()
+        if self.transfer.held_bytes == held:
+            return
+        self._evicted.add(other)
+        if by in self._evicted and self._depth:
+            # They take turns within a step: each would reload its residents every time. From now on they share.
+            names = frozenset([by.name, other.name])
+            sharing = [s for s in self._together if s & names]
+            self._together = (self._together - set(sharing)) | {names.union(*sharing)}
+            self._replan(by)
+
+    def _make_slots(self, schedule: Schedule) -> bool:
+        """Frees ring slots for a group that is needed now, by dropping the prefetched one that is needed last."""
+        if schedule.drop_furthest():
+            return True
+        return any([other.drop_prefetched() for other in self.schedules if other is not schedule])
+
+    # ------------------------------------------------------------------ what comes next
+    def _log_pass(self, schedule: Schedule) -> None:
+        self._log.append(schedule)
+        try:
+            self._at = self._previous.index(schedule, self._at) + 1
+        except ValueError:
+            self._at = len(self._previous) + 1
+
+    def _next_up(self, schedule: Schedule) -> Schedule | None:
+        """Whose pass is predicted next: as in the previous call, else as it went on last time in this one."""
+        if not self.terms.has_calls:
+            return schedule
+        if self._at < len(self._previous):
+            return self._previous[self._at]
+        if self._at == len(self._previous) and self._previous:
+            return None
+        log = self._log
+        for position in range(len(log) - 2, -1, -1):
+            if log[position] is schedule:
+                return log[position + 1]
+        return None

@@ -1,0 +1,379 @@
+"""One component: the order in which its units are used, and which group to load next.
+
+A pass begins when the component's root is entered (or at the first unit used outside of one) and ends when it is left,
+entered anew, or when another component begins. The order is recorded in every pass, with repeats, and takes effect at
+the end of the pass. A wrong guess costs time, never correctness: what isn't there when it is used is loaded then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+
+from .config import LayerwiseOffloadConfig
+from .discovery import Component, Unit
+from .group import Group, GroupState
+from .host import HostStore
+from .measure import PassTimer
+from .plan import Choice, ComponentPlan, ComponentSpec, UnitSpec, group_uses
+from .transfer import Ring, Transfer
+
+#: A group use whose end isn't known from an earlier pass ends when the next group is used.
+UNTIL_NEXT = 1 << 60
+
+
+class PassState(enum.Enum):
+    """Whether a component runs. `IDLE`: no group is in use. `OPEN`: one group at most is in use, others are loading."""
+
+    IDLE = "idle"
+    OPEN = "open"
+
+
+@dataclasses.dataclass
+class Counters:
+    """What a schedule has seen: passes, group uses found loaded or loading (hits), loaded on demand (misses),
+    and prefetched groups dropped unused."""
+
+    passes: int = 0
+    hits: int = 0
+    misses: int = 0
+    dropped: int = 0
+
+
+class Schedule:
+    """Streams one component.
+
+    Args:
+        component (`Component`): What discovery found.
+        store (`HostStore`): Its host copy.
+        transfer (`Transfer`): The device.
+        choice (`Choice`): What becomes of the component.
+        config (`LayerwiseOffloadConfig`): Its options.
+    """
+
+    def __init__(
+        self,
+        component: Component,
+        store: HostStore,
+        transfer: Transfer,
+        choice: Choice,
+        config: LayerwiseOffloadConfig,
+    ) -> None:
+        self.component = component
+        self.name = component.name
+        self.store = store
+        self.transfer = transfer
+        self.choice = choice
+        self.config = config
+        self.state = PassState.IDLE
+        self.counters = Counters()
+        self.timer: PassTimer | None = None
+        self.times: tuple[tuple[float, ...], tuple[float, ...]] | None = None
+        self.sequence: list[Unit] = list(component.units)
+        self.order: list[int] = [unit.index for unit in component.units]
+        self.orders: dict[int, list[int]] = {}
+        self.used: set[int] = set()
+        self.relearn = False
+        self.groups: list[Group] = []
+        self.ring: Ring | None = None
+        self.make_slots: Callable[[Schedule], bool] = lambda _: False
+        self.next_up: Callable[[Schedule], Schedule | None] = lambda _: None
+        self.open_pass: Callable[[Schedule], None] = Schedule.begin_pass
+        fixed = Unit(-1, "fixed", None, [], component.fixed)
+        self.fixed = Group(f"{self.name}.fixed", [fixed], store, transfer, resident=True) if component.fixed else None
+        self._fixed_unit = fixed
+        self._group_of: list[Group] = []
+        self._expected: list[tuple[Group, int]] = []
+        self._position = 0
+        self._horizon = 0
+        self._current: Group | None = None
+        self._remaining = 0
+        self._record: list[int] = []
+
+    # ------------------------------------------------------------------ plan
+    def spec(self) -> ComponentSpec:
+        """This component as a plan sees it: units in execution order, with measured times if there are any."""
+        at = {unit.index: position for position, unit in enumerate(self.sequence)}
+        chunks: dict[int, int] = {}
+        units = []
+        for unit in self.sequence:
+            place = self.store.place(unit)
+            chunk = -1 if place is None else chunks.setdefault(id(place.chunk), len(chunks))
+            units.append(UnitSpec(unit.name, unit.layer, unit.size, chunk))
+        busy, gap = self.times if self.times is not None else (None, None)
+        return ComponentSpec(
+            self.name,
+            tuple(units),
+            tuple(at[index] for index in self.order),
+            self.component.fixed_size,
+            self.component.weights,
+            self.choice,
+            self.config,
+            busy,
+            gap,
+        )
+
+    def adopt(self, plan: ComponentPlan, ring: Ring | None) -> None:
+        """Takes a plan: offloads everything, then cuts the groups anew.
+
+        Until the execution order has been seen each unit is a streamed group of its own, unless all are resident.
+        """
+        self.drop_all()
+        self.ring = ring
+        learned = bool(self.used)
+        if learned or all(group.resident for group in plan.groups):
+            cuts = [(g.name, g.start, g.stop, g.resident) for g in plan.groups]
+        else:
+            cuts = [(unit.name, i, i + 1, False) for i, unit in enumerate(self.sequence)]
+        self.groups = []
+        self._group_of = [None] * len(self.component.units)  # type: ignore[list-item]
+        for name, start, stop, resident in cuts:
+            units = self.sequence[start:stop]
+            group = Group(f"{self.name}.{name}", units, self.store, self.transfer, resident)
+            self.groups.append(group)
+            for unit in units:
+                self._group_of[unit.index] = group
+        self._expect(self.order)
+
+    def pack(self) -> None:
+        """Packs the units that were used, in the order of first use. Everything must be offloaded."""
+        self.drop_all()
+        self.store.pack([self._fixed_unit] if self.component.fixed and not self.in_use else [])
+        self.store.pack(unit for unit in self.sequence if unit.index in self.used)
+
+    def _expect(self, order: Sequence[int]) -> None:
+        at = {unit.index: i for i, unit in enumerate(u for group in self.groups for u in group.units)}
+        runs, start = [], 0
+        for group in self.groups:
+            runs.append((start, start + len(group.units)))
+            start += len(group.units)
+        self._expected = [(self.groups[g], b - a) for g, a, b in group_uses([at[i] for i in order], runs)]
+        self._rewind()
+
+    def _rewind(self) -> None:
+        """Puts the position at the start of a pass, and the horizon behind what is loaded already."""
+        self._position = 0
+        self._horizon = 0
+        seen: set[int] = set()
+        for group, _ in self._expected:
+            if group.state is GroupState.HOST or (not group.resident and id(group) in seen):
+                break
+            seen.add(id(group))
+            self._horizon += 1
+
+    # ------------------------------------------------------------------ use
+    @property
+    def in_use(self) -> bool:
+        """Whether the component's fixed weights are on the device."""
+        return self.fixed is not None and self.fixed.state is GroupState.READY
+
+    def enter(self) -> None:
+        """Starts a use: loads what stays resident whoever runs. Idempotent; renews what was replaced meanwhile."""
+        if self.fixed is None:
+            return
+        if self.fixed.state is GroupState.READY and self.fixed.replaced():
+            self.fixed.offload(None)
+        self.fixed.start_onload(None)
+        self.fixed.wait_onload()
+
+    def leave(self) -> None:
+        """Ends a use: everything goes back to the host, also what an exception left on the device. Idempotent."""
+        self.end_pass()
+        self.drop_all()
+        if self.fixed is not None:
+            self.fixed.offload(None)
+
+    def drop_all(self) -> None:
+        """Offloads every group. Idempotent."""
+        self._current = None
+        for group in self.groups:
+            group.offload(self.ring)
+            group.forget_views()
+
+    def drop_prefetched(self) -> bool:
+        """Drops streamed groups that are loaded but not in use. Returns whether there were any."""
+        found = False
+        for group in self.groups:
+            if group is not self._current and not group.resident and group.state is not GroupState.HOST:
+                self._drop(group)
+                found = True
+        self._horizon = min(self._horizon, self._position)
+        return found
+
+    def drop_furthest(self) -> bool:
+        """Drops the prefetched group that would be used last. Returns whether there was one."""
+        for position in range(min(self._horizon, len(self._expected)) - 1, self._position - 1, -1):
+            group = self._expected[position][0]
+            if not group.resident and group.state is GroupState.LOADING:
+                self._drop(group)
+                self._horizon = position
+                return True
+        return self.drop_prefetched()
+
+    def _drop(self, group: Group) -> None:
+        self.counters.dropped += 1
+        group.offload(self.ring)
+
+    # ------------------------------------------------------------------ passes
+    def begin_pass(self) -> None:
+        """Opens a pass and queues the first loads. Groups that were replaced since are read anew."""
+        self.end_pass()
+        for group in self.groups:
+            if group.state is not GroupState.HOST and group.replaced():
+                group.offload(self.ring)
+        self.state = PassState.OPEN
+        self._record = []
+        self._rewind()
+        if self.timer is not None:
+            self.timer.begin()
+        self.pump()
+
+    def end_pass(self) -> None:
+        """Closes the pass: releases the group in use and takes over the recorded order. Idempotent."""
+        if self.state is PassState.IDLE:
+            return
+        self._release()
+        self.state = PassState.IDLE
+        if self._record:
+            self.counters.passes += 1
+            self._learn(self._record)
+        self._rewind()
+
+    def abandon_pass(self) -> None:
+        """Closes a pass that an exception cut short: what it recorded is no order. Idempotent."""
+        self._record = []
+        self.timer = None
+        self.end_pass()
+
+    def _learn(self, record: list[int]) -> None:
+        if record == self.order and not set(record) - self.used:
+            self.orders[record[0]] = self.order
+            return
+        self.orders[record[0]] = record
+        self.times = None
+        fresh = set(record) - self.used
+        if fresh:
+            self.used |= fresh
+            seen = dict.fromkeys([unit.index for unit in self.sequence if self.store.place(unit) is not None])
+            order = dict.fromkeys([*seen, *record, *(unit.index for unit in self.sequence)])
+            units = {unit.index: unit for unit in self.sequence}
+            self.sequence = [units[index] for index in order]
+            self.relearn = True
+            self.order = record
+        else:
+            self.order = record
+            self._expect(record)
+
+    # ------------------------------------------------------------------ the hot path
+    def use(self, unit: Unit) -> None:
+        """Before a unit's module runs: waits (on the device) for its group, loading it now if it wasn't prefetched."""
+        if self.state is PassState.IDLE:
+            self.open_pass(self)
+        self._record.append(unit.index)
+        timer = self.timer
+        if timer is not None:
+            timer.before()
+        group = self._group_of[unit.index]
+        if group is not self._current:
+            self._switch(group, unit)
+        if timer is not None:
+            timer.start()
+
+    def done(self, unit: Unit) -> None:
+        """After a unit's module ran: the last one of its group frees the group's slots."""
+        if self.timer is not None:
+            self.timer.end()
+        self._remaining -= 1
+        if self._remaining == 0:
+            self._release()
+
+    def _switch(self, group: Group, unit: Unit) -> None:
+        self._release()
+        expected, position = self._expected, self._position
+        if len(self._record) == 1 and unit.index in self.orders and self.orders[unit.index] is not self.order:
+            self._take_order(unit.index)
+            expected, position = self._expected, 0
+        if position < len(expected) and expected[position][0] is group:
+            self._remaining = expected[position][1]
+            self._position = position + 1
+        else:
+            self._diverge(group)
+        if group.state is GroupState.READY:
+            self._current = group
+            return
+        if group.state is GroupState.HOST:
+            self._load_now(group)
+        else:
+            self.counters.hits += 1
+        self._current = group
+        group.wait_onload()
+        if self._horizon <= self._position:
+            self.pump()
+
+    @property
+    def record(self) -> list[int]:
+        """Unit indices used so far in the open pass, or in the last one."""
+        return self._record
+
+    def _release(self) -> None:
+        group, self._current = self._current, None
+        if group is not None and not group.resident:
+            group.offload(self.ring)
+            self.pump()
+
+    def _take_order(self, first: int) -> None:
+        """Another way through the component begins (a VAE's decode after its encode): follow that one's order."""
+        self.drop_prefetched()
+        self.order = self.orders[first]
+        self.times = None
+        self._expect(self.order)
+
+    def _diverge(self, group: Group) -> None:
+        """The group used isn't the one expected: skip to where it is, or treat it as an extra one."""
+        for position in range(self._position, len(self._expected)):
+            if self._expected[position][0] is group:
+                for skipped, _ in self._expected[self._position : position]:
+                    if skipped is not group and not skipped.resident and skipped.state is GroupState.LOADING:
+                        self._drop(skipped)
+                self._remaining = self._expected[position][1]
+                self._position = position + 1
+                self._horizon = max(self._horizon, self._position)
+                return
+        self._remaining = UNTIL_NEXT
+
+    def _load_now(self, group: Group) -> None:
+        self.counters.misses += 1
+        while not group.start_onload(self.ring):
+            if not self.make_slots(self):
+                # Larger than the ring (its weights were replaced by larger ones): memory of its own, for this use.
+                group.start_onload(None)
+        self._horizon = max(self._horizon, self._position)
+
+    def pump(self) -> None:
+        """Queues loads in the expected order while slots are free, then those of the pass that is predicted next."""
+        self._horizon = self._load_from(self._horizon)
+        if self._horizon == len(self._expected) and self.state is PassState.OPEN:
+            successor = self.next_up(self)
+            if successor is self:
+                self._load_from(0)
+            elif successor is not None:
+                successor.prefetch()
+
+    def prefetch(self) -> None:
+        """Queues the first loads of a pass that hasn't begun; its residents wait until the component in use is done."""
+        self._rewind()
+        self._horizon = self._load_from(self._horizon, residents=False)
+
+    def _load_from(self, position: int, residents: bool = True) -> int:
+        expected = self._expected
+        wrapped = position < self._position
+        while position < len(expected) and not (wrapped and position >= self._position):
+            group = expected[position][0]
+            if group.state is GroupState.HOST:
+                if (group.resident and not residents) or not group.start_onload(self.ring):
+                    break
+            elif not group.resident and not wrapped:
+                break  # loaded for an earlier use of the same pass: it is loaded again once that use is over
+            position += 1
+        return position

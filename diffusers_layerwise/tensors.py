@@ -1,0 +1,137 @@
+"""One tensor: the bytes it occupies, tensors that share them, and what can't be moved by bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+#: Kernels want 16 to 32 bytes, and torch's own allocators give 256 or more; views at multiples of this are never slower.
+ALIGNMENT = 256
+
+
+def align(count: int) -> int:
+    """Rounds a byte count up to [`ALIGNMENT`]; at least one unit, so that an empty tensor has a place too."""
+    return max(1, -(-count // ALIGNMENT)) * ALIGNMENT
+
+
+def span(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last one, gaps between strides included."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A flat uint8 view of the bytes in a tensor's [`span`]; it shares the tensor's memory."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    offset = tensor.storage_offset() * tensor.element_size()
+    return flat.set_(tensor.untyped_storage(), offset, (span(tensor),))  # type: ignore[call-overload]
+
+
+def view_like(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """A view of `buffer` (uint8, flat) at byte `offset` with the dtype, shape and strides of `like`.
+
+    The view's storage offset is never 0 where `offset` isn't: torch.compile specialises on an offset of 0.
+    """
+    typed = torch.empty(0, dtype=like.dtype, device=buffer.device)
+    start, rest = divmod(buffer.storage_offset() + offset, like.element_size())
+    if rest:
+        raise ValueError(f"byte offset {offset} does not suit {like.dtype}")
+    return typed.set_(buffer.untyped_storage(), start, like.shape, like.stride())  # type: ignore[call-overload]
+
+
+def why_not_movable(tensor: torch.Tensor) -> str | None:
+    """Says why a tensor's bytes can't simply be copied, or None when they can.
+
+    Only plain tensors and parameters of dense layout qualify. A subclass (quantised weights, DTensor) holds its data
+    elsewhere; a meta tensor has none.
+    """
+    plain = (torch.Tensor, nn.Parameter, nn.Buffer) if hasattr(nn, "Buffer") else (torch.Tensor, nn.Parameter)
+    if type(tensor) not in plain:
+        return f"is a {type(tensor).__module__}.{type(tensor).__qualname__}, whose data lies in inner tensors"
+    if tensor.layout is not torch.strided:
+        return f"has layout {tensor.layout}"
+    if tensor.is_quantized:
+        return f"is quantised ({tensor.dtype})"
+    if tensor.device.type == "meta":
+        return "is on the meta device and has no data"
+    return None
+
+
+@dataclasses.dataclass(eq=False)
+class Entry:
+    """One parameter or buffer: the tensor, its host copy, and every (module, name) that holds it.
+
+    `tensor` is never replaced; `tensor.data` points at `host` or at device memory. `version` is the tensor's version
+    counter when it was last loaded, so that an in-place edit is noticed.
+    """
+
+    tensor: torch.Tensor
+    owners: list[tuple[nn.Module, str]]
+    name: str
+    host: torch.Tensor
+    version: int = 0
+    is_buffer: bool = False
+
+    def current(self) -> torch.Tensor | None:
+        """What the owning module holds under this name now; not `tensor` once somebody replaced it."""
+        module, name = self.owners[0]
+        held = module._buffers if self.is_buffer else module._parameters
+        return held.get(name)
+
+
+@dataclasses.dataclass(eq=False)
+class Extent:
+    """One contiguous range of source bytes that moves as a whole, and the entries that view it.
+
+    Nearly always one entry. Views that overlap (halves of a fused matrix) share an extent, so that what was shared
+    stays shared and is moved once.
+    """
+
+    entries: list[Entry]
+    offsets: list[int]
+    nbytes: int
+    source: torch.Tensor
+
+    @property
+    def size(self) -> int:
+        """Bytes that the extent takes in a region: `nbytes` rounded up to [`ALIGNMENT`]."""
+        return align(self.nbytes)
+
+
+def collect_extents(entries: Iterable[Entry]) -> list[Extent]:
+    """Groups entries into extents, in the order of the first entry of each; overlapping ranges are merged."""
+    ranges = []
+    for position, entry in enumerate(entries):
+        start = entry.host.data_ptr() if entry.host.numel() else 0
+        ranges.append((start, start + span(entry.host), position, entry))
+    extents: dict[int, Extent] = {}
+    cluster: list[tuple[int, int, int, Entry]] = []
+    end = -1
+    for item in sorted(ranges, key=lambda r: (r[0], r[1], r[2])):
+        if cluster and item[0] < end and item[3].host.device == cluster[0][3].host.device:
+            cluster.append(item)
+            end = max(end, item[1])
+            continue
+        if cluster:
+            extents[min(c[2] for c in cluster)] = _extent(cluster)
+        cluster, end = [item], item[1]
+    if cluster:
+        extents[min(c[2] for c in cluster)] = _extent(cluster)
+    return [extents[position] for position in sorted(extents)]
+
+
+def _extent(cluster: list[tuple[int, int, int, Entry]]) -> Extent:
+    first = min(c[0] for c in cluster)
+    end = max(c[1] for c in cluster)
+    entries = [c[3] for c in cluster]
+    base = next(c[3].host for c in cluster if c[0] == first)
+    with torch.inference_mode(False), torch.no_grad():
+        flat = torch.empty(0, dtype=torch.uint8, device=base.device)
+        offset = base.storage_offset() * base.element_size()
+        source = flat.set_(base.untyped_storage(), offset, (end - first,))  # type: ignore[call-overload]
+    return Extent(entries, [c[0] - first for c in cluster], end - first, source)

@@ -1,0 +1,295 @@
+"""Streams, events and slots: the only file that knows them, in device-generic terms.
+
+Order comes from events alone. A copy waits for the free event of each slot it fills; a layer waits for the ready event
+of its group. The host never waits. On a CPU execution device a copy is done when it is started, and events are None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .tensors import ALIGNMENT
+
+Copy = tuple[torch.Tensor, torch.Tensor]
+_serials = itertools.count()
+#: Enough to hide the start-up of a copy, little enough to take 3 ms at 22 GB/s.
+MEASURE_BYTES = 64 << 20
+
+
+@dataclasses.dataclass(eq=False)
+class Slot:
+    """One page of the ring. `holder` is the lease that fills it; `free` is recorded when its last reader was queued."""
+
+    index: int
+    free: torch.Event | None
+    ready: torch.Event | None
+    holder: Lease | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Lease:
+    """Device memory lent to one group: consecutive ring slots, or a buffer of its own when it is resident.
+
+    `key` names the memory for caches of views: equal keys mean equal addresses.
+    """
+
+    buffer: torch.Tensor
+    offset: int
+    slots: list[Slot]
+    key: tuple[int, int]
+    ready: torch.Event | None
+    after: list[torch.Event | None]
+
+
+class Transfer:
+    """One device's copy stream, and the counters of what went through it.
+
+    Args:
+        device (`torch.device`): The execution device, with its index.
+
+    Nothing is created on the device before the first [`Transfer.start`].
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.is_async = device.type != "cpu"
+        self.pid: int | None = None
+        self.copy_stream: Any = None
+        self.moved_bytes = 0
+        self.copies = 0
+        self.held_bytes = 0
+        self.peak_bytes = 0
+        self.log: list[tuple[str, str]] | None = None
+
+    def start(self) -> None:
+        """Creates the copy stream in this process. Idempotent."""
+        if self.pid == os.getpid():
+            return
+        self.pid = os.getpid()
+        if self.is_async:
+            self.copy_stream = torch.Stream(device=self.device)
+
+    def event(self, timing: bool = False) -> torch.Event | None:
+        """A new event of the device; None on the CPU."""
+        return torch.Event(device=self.device, enable_timing=timing) if self.is_async else None
+
+    def stream(self) -> Any:
+        """The stream that the caller computes on."""
+        return torch.accelerator.current_stream(self.device) if self.is_async else None
+
+    def mark(self, event: torch.Event | None) -> None:
+        """Records an event on the caller's stream: it is reached when all work queued so far is done."""
+        if event is not None:
+            event.record(torch.accelerator.current_stream(self.device))
+
+    def wait(self, event: torch.Event | None) -> None:
+        """Makes the caller's stream wait for an event; the host goes on."""
+        if event is not None:
+            torch.accelerator.current_stream(self.device).wait_event(event)
+
+    def start_copies(self, copies: Sequence[Copy], lease: Lease) -> None:
+        """Queues copies on the copy stream behind the lease's `after` events, and records its ready event behind them."""
+        self.copies += len(copies)
+        if not self.is_async:
+            for target, source in copies:
+                target.copy_(source)
+                self.moved_bytes += source.numel()
+            return
+        with self._copying():
+            for event in lease.after:
+                if event is not None:
+                    self.copy_stream.wait_event(event)
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+                self.moved_bytes += source.numel()
+            assert lease.ready is not None
+            lease.ready.record(self.copy_stream)
+
+    def _copying(self) -> Any:
+        if hasattr(self.copy_stream, "__enter__"):
+            return self.copy_stream
+        return torch.get_device_module(self.device).stream(self.copy_stream)
+
+    def new_buffer(self, count: int) -> torch.Tensor:
+        """`count` bytes of device memory, counted; the first `ALIGNMENT` bytes are added so that no view starts at 0.
+
+        The allocator may hand out memory that kernels queued on the caller's stream still read: whoever fills it from
+        the copy stream must wait for an event marked after this call.
+        """
+        with torch.inference_mode(False):
+            buffer = torch.empty(count + ALIGNMENT, dtype=torch.uint8, device=self.device)
+        self.hold(buffer.numel())
+        return buffer
+
+    def hold(self, count: int) -> None:
+        """Counts `count` more bytes of weights as held on the device (fewer when negative)."""
+        self.held_bytes += count
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+
+    def drop_buffer(self, buffer: torch.Tensor) -> None:
+        """Counts a buffer as given back; the caller drops the last reference after it."""
+        self.hold(-buffer.numel())
+
+    def new_lease(self, count: int) -> Lease:
+        """A lease of `count` bytes outside the ring, for a resident group."""
+        buffer = self.new_buffer(count)
+        after = self.event()
+        self.mark(after)
+        return Lease(buffer, ALIGNMENT, [], (next(_serials), ALIGNMENT), self.event(), [after])
+
+    def drop_lease(self, lease: Lease) -> None:
+        """Gives a resident group's memory back, once the caller's stream is behind the copy that filled it."""
+        self.wait(lease.ready)
+        self.drop_buffer(lease.buffer)
+
+    def note(self, what: str, name: str) -> None:
+        """Adds to the event list that tests read; off unless `log` is a list."""
+        if self.log is not None:
+            self.log.append((what, name))
+
+    # Timing: read only when complete, never waited for.
+    def time_mark(self) -> Any:
+        """A point in time on the caller's stream: a timing event, or the wall clock on the CPU."""
+        if not self.is_async:
+            return time.perf_counter()
+        event = torch.Event(device=self.device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self.device))
+        return event
+
+    def is_past(self, mark: Any) -> bool:
+        """Whether a point in time has been reached."""
+        return True if isinstance(mark, float) else bool(mark.query())
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Seconds between two points in time that are both past."""
+        return float(end - start) if isinstance(start, float) else float(start.elapsed_time(end)) / 1e3
+
+    def time_copy(self, target: torch.Tensor, source: torch.Tensor) -> float:
+        """Seconds of one copy. Waits on the host: for use before steady state only."""
+        if not self.is_async:
+            start = time.perf_counter()
+            target.copy_(source)
+            return time.perf_counter() - start
+        marks = [torch.Event(device=self.device, enable_timing=True) for _ in range(2)]
+        with self._copying():
+            marks[0].record(self.copy_stream)
+            target.copy_(source, non_blocking=True)
+            marks[1].record(self.copy_stream)
+        marks[1].synchronize()
+        return self.seconds(*marks)
+
+
+class Ring:
+    """Equal slots in one byte slab; a group takes as many consecutive ones as it needs.
+
+    Args:
+        transfer (`Transfer`): The device.
+        slot_bytes (`int`): Bytes of one slot.
+        count (`int`): Number of slots.
+
+    Most groups fit one slot; an embedding table that doesn't takes several, so that it doesn't set the size of all.
+    The slab is allocated at the first lease and lent out in turn, so in steady state each slot's next occupant follows
+    the one that was used up longest ago.
+    """
+
+    def __init__(self, transfer: Transfer, slot_bytes: int, count: int) -> None:
+        self.transfer = transfer
+        self.slot_bytes = slot_bytes
+        self.count = count
+        self.slab: torch.Tensor | None = None
+        self.slots: list[Slot] = []
+        self._cursor = 0
+        self._serial = -1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the slab takes on the device."""
+        return self.slot_bytes * self.count + ALIGNMENT if self.count else 0
+
+    def open(self) -> None:
+        """Allocates the slab. Idempotent."""
+        if self.slab is not None or not self.count:
+            return
+        self.slab = self.transfer.new_buffer(self.slot_bytes * self.count)
+        self._serial = next(_serials)
+        event = self.transfer.event
+        self.slots = [Slot(index, event(), event()) for index in range(self.count)]
+        for slot in self.slots:
+            self.transfer.mark(slot.free)
+
+    def lease(self, count: int) -> Lease | None:
+        """Slots for `count` bytes, or None while too few consecutive ones are free."""
+        self.open()
+        need = -(-count // self.slot_bytes)
+        for start in self._starts(need):
+            slots = self.slots[start : start + need]
+            if all(slot.holder is None for slot in slots):
+                assert self.slab is not None
+                offset = ALIGNMENT + start * self.slot_bytes
+                key = (self._serial, offset)
+                lease = Lease(self.slab, offset, slots, key, slots[0].ready, [slot.free for slot in slots])
+                for slot in slots:
+                    slot.holder = lease
+                self._cursor = (start + need) % self.count
+                return lease
+        return None
+
+    def measure(self, source: torch.Tensor) -> tuple[float, float]:
+        """(bytes per second, seconds of latency) of copies from `source`, page-locked like what will be streamed.
+
+        Times a long and a short copy into the slab, all slots being free. Waits on the host.
+        """
+        self.open()
+        assert self.slab is not None
+        for slot in self.slots:
+            if slot.free is not None:
+                self.transfer.copy_stream.wait_event(slot.free)
+        long = min(source.numel(), self.slab.numel(), MEASURE_BYTES)
+        short = max(1, long // 8)
+        times = []
+        for count in (long, long, short):
+            times.append(self.transfer.time_copy(self.slab.narrow(0, 0, count), source.narrow(0, 0, count)))
+        per_byte = max((times[1] - times[2]) / max(1, long - short), 1e-13)
+        return 1 / per_byte, max(0.0, times[2] - short * per_byte)
+
+    def _starts(self, need: int) -> list[int]:
+        last = self.count - need
+        return [*range(self._cursor, last + 1), *range(0, min(self._cursor, last + 1))]
+
+    def give_back(self, lease: Lease, used: bool = True) -> None:
+        """Frees a lease's slots for the copy stream, behind all work that the caller's stream has queued.
+
+        With `used=False` nothing of the caller's read the slots since they were filled, and the copy stream's own
+        order suffices: their free events stay as they were.
+        """
+        for slot in lease.slots:
+            if used:
+                self.transfer.mark(slot.free)
+            slot.holder = None
+
+    def close(self) -> None:
+        """Gives the slab back. All leases must have been given back. Idempotent."""
+        if self.slab is None:
+            return
+        for slot in self.slots:
+            # The slab belongs to the caller's stream: it must not be handed out while a copy is still filling it.
+            self.transfer.wait(slot.ready)
+        self.transfer.drop_buffer(self.slab)
+        self.slab = None
+        self.slots = []
+        self._cursor = 0
+
+
+@contextlib.contextmanager
+def plain_tensors() -> Any:
+    """Runs a block with neither gradients nor inference mode: a Parameter given an inference tensor becomes one."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
