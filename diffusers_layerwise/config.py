@@ -137,8 +137,8 @@ class LayerwiseOffloadConfig:
             _set(self, "host", _choice(HostTier, self.host, "config.host"))
         if self.group_size is not None and self.group_size != "layer":
             _set(self, "group_size", parse_bytes(self.group_size, "config.group_size (bytes or 'layer')"))
-        if self.activation_reserve not in (None, 0):
-            _set(self, "activation_reserve", parse_bytes(self.activation_reserve, "config.activation_reserve"))  # type: ignore[arg-type]
+        if self.activation_reserve is not None and self.activation_reserve != 0:
+            _set(self, "activation_reserve", parse_bytes(self.activation_reserve, "config.activation_reserve"))
 
     @classmethod
     def read(cls, value: LayerwiseOffloadConfig | dict[str, Any] | None) -> LayerwiseOffloadConfig:
@@ -173,7 +173,8 @@ def read_mode(value: str | Mode) -> Mode:
     Raises:
         ValueError: No such mode; the message has the nearest one.
     """
-    return _choice(Mode, value, "mode")
+    mode: Mode = _choice(Mode, value, "mode")
+    return mode
 
 
 def _choice(kind: Any, value: Any, name: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -51,7 +51,7 @@ class Group:
         self._transfer = transfer
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._entries: list[Entry] = []
-        self._watch: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, int]] = []
+        self._watch: list[tuple[Mapping[str, torch.Tensor | None], str, torch.Tensor, int]] = []
         self._source: torch.Tensor | None = None
         self._bind()
 
@@ -61,7 +61,7 @@ class Group:
         self._watch = []
         for entry in self._entries:
             module, name = entry.owners[0]
-            held = module._buffers if entry.is_buffer else module._parameters
+            held: Mapping[str, torch.Tensor | None] = module._buffers if entry.is_buffer else module._parameters
             self._watch.append((held, name, entry.tensor, entry.host.data_ptr()))
         self._views.clear()
         self._source = self._contiguous()

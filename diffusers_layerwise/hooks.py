@@ -15,7 +15,7 @@ from .runtime import Runtime
 from .schedule import Schedule
 
 
-class RootHook(ModelHook):
+class RootHook(ModelHook):  # type: ignore[misc]
     """At a component's root: a pass begins, inputs go to the execution device, the pass ends.
 
     `execution_device` (with its index) is what diffusers looks for. `pre_forward` works without inputs and without a
@@ -54,7 +54,7 @@ class RootHook(ModelHook):
         return module
 
 
-class UnitHook(ModelHook):
+class UnitHook(ModelHook):  # type: ignore[misc]
     """At a module that owns weights: they are awaited before it runs, and released after."""
 
     def __init__(self, schedule: Schedule, unit: Unit, device: torch.device) -> None:

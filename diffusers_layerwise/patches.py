@@ -1,8 +1,8 @@
 """Class-level wrappers, put on once and inert unless a handle is active: pipeline calls, and `.device` of models.
 
-A pipeline call has a start and an end only where its class's `__call__` is wrapped: an instance's can't be, since Python
-looks `__call__` up on the type. `.device` of transformers' models is the first parameter's device, which is the host
-while a component is streamed; code that places inputs by it needs the execution device.
+A pipeline call has a start and an end only where its class's `__call__` is wrapped: an instance's can't be, since
+Python looks `__call__` up on the type. `.device` of transformers' models is the first parameter's device: the host,
+while a component is streamed, and code that places inputs by it needs the execution device.
 """
 
 from __future__ import annotations

@@ -12,9 +12,7 @@ from .tensors import ALIGNMENT
 REFINEMENTS = 24
 
 
-def place(
-    line: Timeline, sizes: Sequence[int], budget: int, how: Placement, most: int | None = None
-) -> list[bool]:
+def place(line: Timeline, sizes: Sequence[int], budget: int, how: Placement, most: int | None = None) -> list[bool]:
     """Chooses resident groups within `budget` bytes by pace: what streams keeps even with compute time.
 
     A copy stream that runs all the time moves as many bytes as the time allows. So streamed bytes should grow, over a
@@ -68,9 +66,7 @@ def _lags(line: Timeline, cost: Sequence[int], resident: list[bool], share: floa
     return lag
 
 
-def _fill(
-    resident: list[bool], cost: Sequence[int], budget: int, order: Sequence[int], most: int | None
-) -> list[bool]:
+def _fill(resident: list[bool], cost: Sequence[int], budget: int, order: Sequence[int], most: int | None) -> list[bool]:
     count = sum(resident)
     for group in order:
         if most is not None and count >= most:

@@ -1,4 +1,4 @@
-"""What a plan is: which groups exist, who is resident, how large the ring is, and the peak that follows. Pure values."""
+"""What a plan is: which groups exist, who is resident, how large the ring is, and the peak that follows. Pure."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class GroupPlan:
 
 @dataclasses.dataclass(frozen=True)
 class ComponentPlan:
-    """What a plan gives one component. Sizes in bytes; `step` is the predicted seconds of a pass, if times are known."""
+    """What a plan gives one component. Bytes, and in `step` the predicted seconds of a pass, if times are known."""
 
     name: str
     choice: Choice
@@ -181,7 +181,8 @@ class OffloadPlan:
 
 def _line(component: ComponentPlan) -> str:
     resident = sum(group.resident for group in component.groups)
-    text = f"  {component.name}: {component.choice.value}, {format_bytes(component.weights)}, {len(component.groups)} groups"
+    text = f"  {component.name}: {component.choice.value}, {format_bytes(component.weights)}"
+    text += f", {len(component.groups)} groups"
     text += f", {resident} resident, {len(component.groups) - resident} streamed"
     return text + (f", {component.step * 1e3:.2f} ms a pass predicted" if component.step is not None else "")
 

@@ -55,14 +55,14 @@ def pin_in_place(buffer: torch.Tensor) -> None:
     Raises:
         RuntimeError: The driver refused (not enough lockable memory).
     """
-    status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)
+    status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)  # type: ignore[no-untyped-call]
     if int(status) != 0:
         raise RuntimeError(f"cudaHostRegister of {buffer.numel()} bytes failed with error {int(status)}")
 
 
 def unpin_in_place(pointer: int) -> None:
     """Undoes [`pin_in_place`]; must run before the memory is freed."""
-    torch.cuda.cudart().cudaHostUnregister(pointer)
+    torch.cuda.cudart().cudaHostUnregister(pointer)  # type: ignore[no-untyped-call]
 
 
 def new_pinned(count: int, device: torch.device) -> torch.Tensor:

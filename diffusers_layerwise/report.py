@@ -46,7 +46,8 @@ class ComponentReport:
 class Report:
     """What a handle has done so far.
 
-    `peak_predicted` and `peak_seen` count weight bytes on the execution device (ring, resident groups, fixed weights);
+    `peak_predicted` and `peak_seen` count weight bytes on the execution device (ring, resident groups, fixed weights)
+    under the plan in force; `peak_ever` is the highest since the handle was made;
     `moved_bytes` counts host-to-device copies of weights.
 
     Example:
@@ -61,6 +62,7 @@ class Report:
     ring_slot_bytes: int
     peak_predicted: int
     peak_seen: int
+    peak_ever: int
     moved_bytes: int
     copies: int
     components: tuple[ComponentReport, ...]
@@ -97,6 +99,7 @@ def make_report(runtime: Runtime, notes: list[str]) -> Report:
         plan.slot_bytes,
         plan.peak_bytes,
         transfer.peak_bytes,
+        transfer.peak_ever,
         transfer.moved_bytes,
         transfer.copies,
         components,

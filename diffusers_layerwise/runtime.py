@@ -7,8 +7,7 @@ import dataclasses
 import os
 import threading
 from collections.abc import Iterator, Sequence
-
-import torch
+from typing import Any
 
 from . import platform
 from .config import Mode, Residency
@@ -80,7 +79,7 @@ class Runtime:
         self._at = 0
         self._depth = 0
         self._free: int | None = None
-        self._stream: object = None
+        self._stream: Any = None
         self.plan = self._make_plan()
         for schedule in self.schedules:
             schedule.make_slots = self._make_slots
@@ -112,7 +111,7 @@ class Runtime:
         return make_plan(self._specs(), self._request())
 
     def _adopt(self, plan: OffloadPlan, schedules: Sequence[Schedule]) -> None:
-        """Puts a plan in force. Components whose part of it didn't change keep their groups, unless the ring changed."""
+        """Puts a plan in force. Components other than `schedules` keep their groups, unless the ring changed."""
         old = self.ring
         shape = (plan.slot_bytes, plan.slots)
         changed = list(schedules)
@@ -124,6 +123,7 @@ class Runtime:
                 old.close()
             self.ring = Ring(self.transfer, *shape) if plan.slots else None
         self.plan = plan
+        self.transfer.start_peak()
         for schedule in changed:
             schedule.adopt(plan.component(schedule.name), self.ring)
 
@@ -131,7 +131,9 @@ class Runtime:
         """Makes the plan anew after `due` showed its order or its times, and adopts what changed."""
         before = self.plan
         plan = self._make_plan()
-        changed = [s for s in self.schedules if s is due or before.component(s.name).groups != plan.component(s.name).groups]
+        changed = [
+            s for s in self.schedules if s is due or before.component(s.name).groups != plan.component(s.name).groups
+        ]
         self._adopt(plan, changed)
 
     # ------------------------------------------------------------------ calls
@@ -189,8 +191,9 @@ class Runtime:
             return
         if self.transfer.pid is not None and self.transfer.is_async:
             raise LayerwiseOffloadError(
-                f"This process was forked after {self.transfer.device} had been used by layerwise offload, and a device "
-                f"can't be used in a forked child. Start workers with the 'spawn' method, or fork before the first call."
+                f"This process was forked after {self.transfer.device} had been used by layerwise offload, and a "
+                f"device can't be used in a forked child. Start workers with the 'spawn' method, or fork before the "
+                f"first call."
             )
         self.transfer.start()
         if self.terms.budget is None:
@@ -307,7 +310,8 @@ class Runtime:
         """Frees ring slots for a group that is needed now, by dropping the prefetched one that is needed last."""
         if schedule.drop_furthest():
             return True
-        return any([other.drop_prefetched() for other in self.schedules if other is not schedule])
+        found = [other.drop_prefetched() for other in self.schedules if other is not schedule]
+        return any(found)
 
     # ------------------------------------------------------------------ what comes next
     def _log_pass(self, schedule: Schedule) -> None:

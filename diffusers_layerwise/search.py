@@ -181,11 +181,12 @@ def _slot_sizes(main: ComponentSpec, unit: int, request: Request) -> list[tuple[
     default = min(max(align(unit), 64 * MIB), max(align(unit), align(main.size // 16)))
     if request.mode is Mode.MANUAL:
         return [(default, default)]
-    own = {align(unit), align(unit // 2), align(unit // 4), align(2 * unit), align(main.size // 32), align(main.size // 64)}
+    own = {align(unit), align(unit // 2), align(unit // 4), align(2 * unit)}
+    own |= {align(main.size // 32), align(main.size // 64)}
     fitting = {size for size in GROUP_SIZES if unit // 4 <= size <= main.size // 8}
     found = sorted(size for size in own | fitting | {align(layer)} if size <= main.size)
     found = [size for size in found if size * 512 >= main.size] or found
-    return [(default, default)] + [(size, size) for size in found if size != default]
+    return [(size, size) for size in [default, *(size for size in found if size != default)]]
 
 
 def _room(specs: Sequence[ComponentSpec], request: Request, ring: _Ring) -> int | None:

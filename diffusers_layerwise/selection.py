@@ -89,7 +89,7 @@ def _items(components: Any) -> list[tuple[str, Any]]:
         components = components.split(",")
     if isinstance(components, Mapping):
         pairs = list(components.items())
-    elif isinstance(components, Sequence) or isinstance(components, (set, frozenset)):
+    elif isinstance(components, (Sequence, set, frozenset)):
         pairs = [(part, "layerwise") for word in components for part in _split(word)]
     else:
         raise TypeError(f"components must be a name, a list of names or a dict, got {components!r}.")

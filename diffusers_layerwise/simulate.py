@@ -67,7 +67,7 @@ class _Ring:
     def lease(self, size: int) -> range | None:
         need = -(-size // self.slot_bytes)
         last = self.count - need
-        for start in [*range(self.cursor, last + 1), *range(0, min(self.cursor, last + 1))]:
+        for start in [*range(self.cursor, last + 1), *range(min(self.cursor, last + 1))]:
             if not any(self.held[start : start + need]):
                 for slot in range(start, start + need):
                     self.held[slot] = True

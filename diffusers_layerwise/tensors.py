@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-#: Kernels want 16 to 32 bytes, and torch's own allocators give 256 or more; views at multiples of this are never slower.
+#: Kernels want 16 to 32 bytes, and torch's own allocators give 256 or more.
 ALIGNMENT = 256
 
 
@@ -29,7 +29,8 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A flat uint8 view of the bytes in a tensor's [`span`]; it shares the tensor's memory."""
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     offset = tensor.storage_offset() * tensor.element_size()
-    return flat.set_(tensor.untyped_storage(), offset, (span(tensor),))  # type: ignore[call-overload]
+    found: torch.Tensor = flat.set_(tensor.untyped_storage(), offset, (span(tensor),))  # type: ignore[call-overload]
+    return found
 
 
 def view_like(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
@@ -38,10 +39,10 @@ def view_like(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Te
     The view's storage offset is never 0 where `offset` isn't: torch.compile specialises on an offset of 0.
     """
     typed = torch.empty(0, dtype=like.dtype, device=buffer.device)
-    start, rest = divmod(buffer.storage_offset() + offset, like.element_size())
+    start, rest = divmod(int(buffer.storage_offset()) + offset, like.element_size())
     if rest:
         raise ValueError(f"byte offset {offset} does not suit {like.dtype}")
-    return typed.set_(buffer.untyped_storage(), start, like.shape, like.stride())  # type: ignore[call-overload]
+    return typed.set_(buffer.untyped_storage(), start, like.shape, like.stride())
 
 
 def why_not_movable(tensor: torch.Tensor) -> str | None:

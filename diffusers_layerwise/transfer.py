@@ -67,6 +67,7 @@ class Transfer:
         self.copies = 0
         self.held_bytes = 0
         self.peak_bytes = 0
+        self.peak_ever = 0
         self.log: list[tuple[str, str]] | None = None
 
     def start(self) -> None:
@@ -96,7 +97,7 @@ class Transfer:
             torch.accelerator.current_stream(self.device).wait_event(event)
 
     def start_copies(self, copies: Sequence[Copy], lease: Lease) -> None:
-        """Queues copies on the copy stream behind the lease's `after` events, and records its ready event behind them."""
+        """Queues copies on the copy stream, behind the lease's `after` events and before its ready event."""
         self.copies += len(copies)
         if not self.is_async:
             for target, source in copies:
@@ -133,6 +134,11 @@ class Transfer:
         """Counts `count` more bytes of weights as held on the device (fewer when negative)."""
         self.held_bytes += count
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        self.peak_ever = max(self.peak_ever, self.held_bytes)
+
+    def start_peak(self) -> None:
+        """Starts `peak_bytes` anew: a new plan is in force. `peak_ever` goes on."""
+        self.peak_bytes = self.held_bytes
 
     def drop_buffer(self, buffer: torch.Tensor) -> None:
         """Counts a buffer as given back; the caller drops the last reference after it."""
@@ -262,7 +268,7 @@ class Ring:
 
     def _starts(self, need: int) -> list[int]:
         last = self.count - need
-        return [*range(self._cursor, last + 1), *range(0, min(self._cursor, last + 1))]
+        return [*range(self._cursor, last + 1), *range(min(self._cursor, last + 1))]
 
     def give_back(self, lease: Lease, used: bool = True) -> None:
         """Frees a lease's slots for the copy stream, behind all work that the caller's stream has queued.

@@ -106,7 +106,7 @@ def main() -> None:
 
     print(handle.report())
     report = handle.report().to_dict()
-    peak, weights = report["peak_bytes"], report["weight_bytes"]
+    peak, weights = report["peak_ever"], report["weights"]
     if args.mode == "memory" and peak >= weights:
         raise SystemExit(f"Weights took {peak} bytes of the device at once, no less than all {weights} of them.")
 
