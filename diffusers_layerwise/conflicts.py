@@ -29,14 +29,14 @@ def found(module: nn.Module) -> str | None:
     return None
 
 
-def resolve(pipe: DiffusionPipeline, selected: dict[str, nn.Module]) -> dict[str, str]:
-    """Takes model and sequential offload off a pipeline, and refuses what can't be taken off.
+def check(pipe: DiffusionPipeline, selected: dict[str, nn.Module]) -> dict[str, str]:
+    """Finds the offloads that [`replace`] will take off, and refuses what can't be taken off.
 
     Returns:
-        For each component, what was replaced.
+        For each component, what will be replaced.
 
     Raises:
-        LayerwiseOffloadError: A component is under group offload or a device map. Nothing was changed then.
+        LayerwiseOffloadError: A component is under group offload or a device map.
     """
     states = {name: found(module) for name, module in pipe.components.items() if isinstance(module, nn.Module)}
     for name in selected:
@@ -45,10 +45,12 @@ def resolve(pipe: DiffusionPipeline, selected: dict[str, nn.Module]) -> dict[str
         raise LayerwiseOffloadError(
             "The pipeline has a device map. Call pipe.reset_device_map() first, then enable_layerwise_offload()."
         )
-    replaced = {name: f"{state} offload replaced" for name, state in states.items() if state in ("model", "sequential")}
-    if replaced:
-        pipe.remove_all_hooks()
-    return replaced
+    return {name: f"{state} offload replaced" for name, state in states.items() if state in ("model", "sequential")}
+
+
+def replace(pipe: DiffusionPipeline) -> None:
+    """Takes model and sequential offload off a pipeline; its weights are then on the CPU."""
+    pipe.remove_all_hooks()
 
 
 def refuse_hooked(name: str, module: nn.Module) -> None:

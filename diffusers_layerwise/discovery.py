@@ -100,12 +100,13 @@ def register_layers(module_class: type[nn.Module], names: Sequence[str]) -> None
     _registered[module_class] = tuple(names)
 
 
-def discover(module: nn.Module, name: str) -> Component:
+def discover(module: nn.Module, name: str, allow_meta: bool = False) -> Component:
     """Finds a component's units, layers and fixed tensors. Reads shapes and pointers only; moves nothing.
 
     Args:
         module (`nn.Module`): The component.
         name (`str`): Its name in the pipeline, for messages.
+        allow_meta (`bool`): Take meta tensors too: for planning, before the weights are there.
 
     Raises:
         LayerwiseOffloadError: A name given to [`register_layers`] doesn't exist.
@@ -113,7 +114,7 @@ def discover(module: nn.Module, name: str) -> Component:
     layers = dict(find_layers(module))
     roots = _unit_roots(module)
     paths = {id(m): path for path, m in module.named_modules()}
-    entries, unmovable = _entries(module)
+    entries, unmovable = _entries(module, allow_meta)
     homes = _homes(entries, roots)
     units: list[Unit] = []
     loose = list(homes.pop(None, []))
@@ -210,7 +211,7 @@ def _registered_children(module: nn.Module) -> list[nn.Module] | None:
     return None
 
 
-def _entries(module: nn.Module) -> tuple[list[Entry], list[str]]:
+def _entries(module: nn.Module, allow_meta: bool) -> tuple[list[Entry], list[str]]:
     """Every parameter and buffer once, with all its owners; and what can't be moved, by name and reason."""
     found: dict[int, Entry] = {}
     unmovable: list[str] = []
@@ -223,7 +224,7 @@ def _entries(module: nn.Module) -> tuple[list[Entry], list[str]]:
                     found[id(tensor)].owners.append((owner, name))
                     continue
                 full = f"{path}.{name}" if path else name
-                reason = why_not_movable(tensor)
+                reason = why_not_movable(tensor, allow_meta)
                 if reason is not None:
                     unmovable.append(f"{full} {reason}")
                     continue

@@ -100,9 +100,9 @@ class Group:
         if lease is None:
             return False
         self.lease = lease
-        self._transfer.start_copies(self._copies(lease), lease)
-        self._snapshot()
         self.state = GroupState.LOADING
+        self._transfer.start_copies(self._copies(lease), lease, self.name)
+        self._snapshot()
         self._transfer.note("load", self.name)
         return True
 
@@ -113,12 +113,13 @@ class Group:
         assert self.lease is not None
         if any(entry.tensor._version != entry.version for entry in self._entries):
             # Edited on the host after the copy was queued: copy again behind it, on the same stream.
-            self._transfer.start_copies(self._copies(self.lease), self.lease)
+            self._transfer.start_copies(self._copies(self.lease), self.lease, self.name)
             self._snapshot()
         self._transfer.wait(self.lease.ready)
+        # READY first: interrupted in the loop, offload() still puts every parameter back.
+        self.state = GroupState.READY
         for entry, view in zip(self._entries, self._views_of(self.lease), strict=True):
             entry.tensor.data = view
-        self.state = GroupState.READY
         self._transfer.note("ready", self.name)
 
     def offload(self, ring: Ring | None) -> None:

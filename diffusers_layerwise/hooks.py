@@ -34,7 +34,7 @@ class RootHook(ModelHook):  # type: ignore[misc]
         is_forward = bool(args or kwargs)
         if is_forward and self.is_inside:
             # The pass before was left by an exception: accelerate calls no post_forward then.
-            self.schedule.abandon_pass()
+            self.runtime.recover()
         self.is_inside = self.is_inside or is_forward
         self.runtime.begin_pass(self.schedule)
         skip = getattr(module, "_skip_keys", None)
@@ -49,7 +49,7 @@ class RootHook(ModelHook):  # type: ignore[misc]
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Gives the weights back to the host; whoever removes this hook finds an ordinary module."""
         self.is_inside = False
-        self.schedule.abandon_pass()
+        self.runtime.recover()
         self.schedule.leave()
         return module
 

@@ -170,14 +170,17 @@ def enable_layerwise_offload(
     signature = {name: value for name, value in pipe.components.items() if _may_be_module(pipe, name, value)}
     modules = {name: value for name, value in signature.items() if isinstance(value, nn.Module)}
     chosen = select(components, signature, chosen_mode, options)
+    replaced = conflicts.check(pipe, {n: modules[n] for n in modules if n in chosen})
+    terms = Terms(chosen_mode, budget, options.activation_reserve, options.residency or Residency.USE, True)
+    _runtime(_wanted(modules, chosen, options, [], set(replaced)), device, terms)
+    # All checks have passed: from here on things change.
     before = pipe.__dict__.get(_HANDLE)
     if before is not None:
         before.remove()
-    replaced = conflicts.resolve(pipe, {n: modules[n] for n in modules if n in chosen})
+    if replaced:
+        conflicts.replace(pipe)
     notes = [f"{name}: {what}" for name, what in replaced.items()]
-    wanted = _wanted(modules, chosen, options, device, notes)
-    terms = Terms(chosen_mode, budget, options.activation_reserve, options.residency or Residency.USE, True)
-    handle = _start(wanted, device, terms, notes)
+    handle = _start(_wanted(modules, chosen, options, notes, set()), device, terms, notes)
     handle._owner = pipe
     pipe.__dict__[_HANDLE] = handle
     patches.wrap_call(type(pipe), _scope)
@@ -216,7 +219,7 @@ def apply_layerwise_offload(
     device = _device(onload_device)
     name = type(module).__name__
     conflicts.refuse_hooked(name, module)
-    component = _checked(name, module, device)
+    component = _checked(name, module)
     terms = Terms(chosen_mode, budget, options.activation_reserve or 0, options.residency or Residency.LASTING, False)
     return _start([_Wanted(component, Choice.LAYERWISE, options)], device, terms, [])
 
@@ -260,10 +263,13 @@ def _wanted(
     modules: dict[str, nn.Module],
     chosen: dict[str, tuple[Choice, LayerwiseOffloadConfig, bool]],
     options: LayerwiseOffloadConfig,
-    device: torch.device,
     notes: list[str],
+    on_meta: set[str],
 ) -> list[_Wanted]:
-    """The components to hook: selected ones, then the rest as whole components."""
+    """The components to hook: selected ones, then the rest as whole components.
+
+    `on_meta` names those whose weights another offload still holds back: they are checked by shape.
+    """
     wanted: list[_Wanted] = []
     seen: set[int] = set()
     for name, module in modules.items():
@@ -272,7 +278,7 @@ def _wanted(
         seen.add(id(module))
         choice, config, exact = chosen.get(name, (Choice.OFFLOAD, options, False))
         try:
-            wanted.append(_Wanted(_checked(name, module, device), choice, config))
+            wanted.append(_Wanted(_checked(name, module, name in on_meta), choice, config))
         except LayerwiseOffloadError as error:
             if exact:
                 raise
@@ -280,9 +286,9 @@ def _wanted(
     return wanted
 
 
-def _checked(name: str, module: nn.Module, device: torch.device) -> Component:
+def _checked(name: str, module: nn.Module, on_meta: bool = False) -> Component:
     """A component, or an error that says why it can't be streamed."""
-    component = discover(module, name)
+    component = discover(module, name, on_meta)
     if not component.weights and not component.unmovable:
         raise LayerwiseOffloadError(
             f"{name!r} ({type(module).__name__}) has no parameters, so there is nothing to stream. Leave it out."

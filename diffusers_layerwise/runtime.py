@@ -150,8 +150,7 @@ class Runtime:
                     self._start_call()
                 yield
             except BaseException:
-                for schedule in self.schedules:
-                    schedule.abandon_pass()
+                self.recover()
                 raise
             finally:
                 self._depth -= 1
@@ -175,6 +174,15 @@ class Runtime:
                 schedule.drop_prefetched()
         if self.ring is not None and not any(c.residency is Residency.LASTING for c in self.plan.components):
             self.ring.close()
+
+    def recover(self) -> None:
+        """After an exception or an interrupt: nothing is loading or in use, and no order was learned. Idempotent."""
+        self._active = None
+        for schedule in self.schedules:
+            schedule.abandon_pass()
+            schedule.drop_all()
+        if self.ring is not None:
+            self.ring.recover()
 
     def release(self) -> None:
         """Gives all device memory back until the next pass. Idempotent."""

@@ -45,8 +45,8 @@ def view_like(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Te
     return typed.set_(buffer.untyped_storage(), start, like.shape, like.stride())
 
 
-def why_not_movable(tensor: torch.Tensor) -> str | None:
-    """Says why a tensor's bytes can't simply be copied, or None when they can.
+def why_not_movable(tensor: torch.Tensor, allow_meta: bool = False) -> str | None:
+    """Says why a tensor's bytes can't simply be copied, or None when they can (or could, if it weren't on meta).
 
     Only plain tensors and parameters of dense layout qualify. A subclass (quantised weights, DTensor) holds its data
     elsewhere; a meta tensor has none.
@@ -58,7 +58,7 @@ def why_not_movable(tensor: torch.Tensor) -> str | None:
         return f"has layout {tensor.layout}"
     if tensor.is_quantized:
         return f"is quantised ({tensor.dtype})"
-    if tensor.device.type == "meta":
+    if tensor.device.type == "meta" and not allow_meta:
         return "is on the meta device and has no data"
     return None
 
@@ -107,8 +107,12 @@ class Extent:
 def collect_extents(entries: Iterable[Entry]) -> list[Extent]:
     """Groups entries into extents, in the order of the first entry of each; overlapping ranges are merged."""
     ranges = []
+    unplaced = 0  # meta tensors have no address; give each a range of its own
     for position, entry in enumerate(entries):
-        start = entry.host.data_ptr() if entry.host.numel() else 0
+        if entry.host.is_meta:
+            start, unplaced = unplaced, unplaced + align(span(entry.host))
+        else:
+            start = entry.host.data_ptr() if entry.host.numel() else 0
         ranges.append((start, start + span(entry.host), position, entry))
     extents: dict[int, Extent] = {}
     cluster: list[tuple[int, int, int, Entry]] = []

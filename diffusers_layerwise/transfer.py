@@ -96,8 +96,15 @@ class Transfer:
         if event is not None:
             torch.accelerator.current_stream(self.device).wait_event(event)
 
-    def start_copies(self, copies: Sequence[Copy], lease: Lease) -> None:
+    def start_copies(self, copies: Sequence[Copy], lease: Lease, name: str) -> None:
         """Queues copies on the copy stream, behind the lease's `after` events and before its ready event."""
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            with torch.profiler.record_function(f"layerwise onload {name}"):
+                self._copy(copies, lease)
+        else:
+            self._copy(copies, lease)
+
+    def _copy(self, copies: Sequence[Copy], lease: Lease) -> None:
         self.copies += len(copies)
         if not self.is_async:
             for target, source in copies:
@@ -280,6 +287,13 @@ class Ring:
             if used:
                 self.transfer.mark(slot.free)
             slot.holder = None
+
+    def recover(self) -> None:
+        """Frees every slot after all groups were offloaded: an interrupt may have come between a lease and its user."""
+        for slot in self.slots:
+            if slot.holder is not None:
+                self.transfer.mark(slot.free)
+                slot.holder = None
 
     def close(self) -> None:
         """Gives the slab back. All leases must have been given back. Idempotent."""
