@@ -1,0 +1,84 @@
+"""Fixtures for all tests: the simulated device, what a call costs on it, and skips that say why.
+
+The simulated device is imported here, before anything imports diffusers, which looks for devices once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+SIM: ModuleType | None = None
+WHY_NO_SIM = ""
+
+if torch.cuda.is_available():
+    WHY_NO_SIM = "a process has one accelerator, and here is a real one; hide it (CUDA_VISIBLE_DEVICES='') to run these"
+    sys.modules["simdev"] = None  # type: ignore[assignment]  # makes `import simdev` an ImportError, so its tests skip
+else:
+    try:
+        import simdev
+        from simdev.testing import fresh_device
+
+        SIM = simdev
+    except ImportError as error:
+        WHY_NO_SIM = str(error)
+
+Spent = dict[str, int]
+Meter = Callable[[Callable[[], Any]], tuple[Any, Spent]]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what uses the simulated device, and skips what needs a real one where there is none."""
+    for item in items:
+        if "sim" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.sim)
+        if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a real accelerator; torch.cuda.is_available() is False"))
+
+
+@pytest.fixture
+def sim() -> Iterator[ModuleType]:
+    """The simulated device, fresh, with every race an error; none may have been swallowed by the end of the test."""
+    if SIM is None:
+        pytest.skip(WHY_NO_SIM)
+    with fresh_device():
+        SIM.configure(mode="raise")
+        yield SIM
+        SIM.synchronize()
+        assert SIM.races() == []
+
+
+@pytest.fixture
+def meter(sim: ModuleType) -> Meter:
+    """Runs a function; returns its result and what it cost: differences of the simulated device's counters."""
+
+    def measure(function: Callable[[], Any]) -> tuple[Any, Spent]:
+        sim.synchronize()
+        before = sim.counters()
+        result = function()
+        after = sim.counters()
+        sim.synchronize()
+        return result, {name: after[name] - before[name] for name in after}
+
+    return measure
+
+
+@pytest.fixture
+def on_stream(sim: ModuleType) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """A context in which the caller computes on a stream of its own, ordered after the default one and before it."""
+
+    @contextlib.contextmanager
+    def other_stream() -> Iterator[None]:
+        outer, inner = sim.current_stream(), sim.Stream()
+        inner.wait_stream(outer)
+        with sim.stream(inner):
+            yield
+        outer.wait_stream(inner)
+
+    return other_stream

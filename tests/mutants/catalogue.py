@@ -1,0 +1,233 @@
+"""The mutants: one wait, record, slot check or order rule of the engine removed at a time.
+
+Each is a file of the package, the text to replace (exactly one occurrence), its replacement, and what it breaks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """One change that must not go unnoticed."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+
+MUTANTS = [
+    Mutant(
+        "copy does not wait for the slot's free event",
+        "transfer.py",
+        "                    self.copy_stream.wait_event(event)\n            for target",
+        "                    pass\n            for target",
+    ),
+    Mutant(
+        "ready event is not recorded behind the copy",
+        "transfer.py",
+        "            lease.ready.record(self.copy_stream)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "ready event is recorded in front of the copy",
+        "transfer.py",
+        "            for target, source in copies:\n                target.copy_(source, non_blocking=True)\n",
+        "            lease.ready.record(self.copy_stream)\n"
+        "            for target, source in copies:\n                target.copy_(source, non_blocking=True)\n",
+    ),
+    Mutant(
+        "the layer's stream waits for nothing",
+        "transfer.py",
+        "            torch.accelerator.current_stream(self.device).wait_event(event)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "the group's ready event is not awaited",
+        "group.py",
+        "        self._transfer.wait(self.lease.ready)\n",
+        "",
+    ),
+    Mutant(
+        "free events are never recorded",
+        "transfer.py",
+        "            event.record(torch.accelerator.current_stream(self.device))\n\n    def wait",
+        "            pass\n\n    def wait",
+    ),
+    Mutant(
+        "a used slot is given back without recording its free event",
+        "transfer.py",
+        "            if used:\n                self.transfer.mark(slot.free)\n",
+        "",
+    ),
+    Mutant(
+        "only the first of a group's slots records its free event",
+        "transfer.py",
+        "            if used:\n                self.transfer.mark(slot.free)\n",
+        "            if used and slot is lease.slots[0]:\n                self.transfer.mark(slot.free)\n",
+    ),
+    Mutant(
+        "only the first of a group's slots is waited for",
+        "transfer.py",
+        "slots[0].ready, [slot.free for slot in slots])",
+        "slots[0].ready, [slots[0].free])",
+    ),
+    Mutant(
+        "a slot in use is lent again",
+        "transfer.py",
+        "            if all(slot.holder is None for slot in slots):\n",
+        "            if True:\n",
+    ),
+    Mutant(
+        "the slab is filled before its memory's previous owner is done",
+        "transfer.py",
+        "        for slot in self.slots:\n            self.transfer.mark(slot.free)\n\n    def lease",
+        "\n    def lease",
+    ),
+    Mutant(
+        "a resident buffer is filled before its memory's previous owner is done",
+        "transfer.py",
+        "        self.mark(after)\n        return Lease(",
+        "        return Lease(",
+    ),
+    Mutant(
+        "a resident buffer is freed while its copy is running",
+        "transfer.py",
+        "        self.wait(lease.ready)\n        self.drop_buffer",
+        "        self.drop_buffer",
+    ),
+    Mutant(
+        "the slab is freed while copies are running",
+        "transfer.py",
+        "            self.transfer.wait(slot.ready)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "the link is measured over slots in use",
+        "transfer.py",
+        "            if slot.free is not None:\n                self.transfer.copy_stream.wait_event(slot.free)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "an edit made while the copy was queued is lost",
+        "group.py",
+        "        if any(entry.tensor._version != entry.version for entry in self._entries):\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "an edit made on the device is lost",
+        "group.py",
+        "                self._keep_edit(entry)\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "a replaced parameter is not noticed",
+        "group.py",
+        "        if self._edited():\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "a replaced parameter's loaded copy is used once more",
+        "schedule.py",
+        "            if group.state is not GroupState.HOST and group.replaced():\n",
+        "            if False:\n",
+    ),
+    Mutant(
+        "parameters keep pointing at the slot after their group was released",
+        "group.py",
+        "            tensor.data = entry.host\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "a group is released before its last unit ran",
+        "schedule.py",
+        "        if self._remaining == 0:\n",
+        "        if self._remaining <= 1:\n",
+    ),
+    Mutant(
+        "a used group is never released",
+        "schedule.py",
+        "        if group is not None and not group.resident:\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "a group used twice in a pass is not loaded again for its second use",
+        "schedule.py",
+        "            elif not group.resident and not wrapped:\n",
+        "            elif False:\n",
+    ),
+    Mutant(
+        "the pass does not wrap round to its first groups",
+        "schedule.py",
+        "            if successor is self:\n",
+        "            if False:\n",
+    ),
+    Mutant(
+        "prefetch stops at the group in use",
+        "schedule.py",
+        "            self._position = position + 1\n        else:\n            self._diverge(group)\n",
+        "            self._position = position + 1\n            self._horizon = len(expected)\n"
+        "        else:\n            self._diverge(group)\n",
+    ),
+    Mutant(
+        "skipped groups keep their slots",
+        "schedule.py",
+        "                        self._drop(skipped)\n",
+        "                        pass\n",
+    ),
+    Mutant(
+        "the order is never relearned",
+        "schedule.py",
+        "            self.order = record\n            self._expect(record)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "a pass on another stream is not ordered behind what was loaded",
+        "runtime.py",
+        "            self.transfer.wait(event)\n        self._stream = stream\n",
+        "        self._stream = stream\n",
+    ),
+    Mutant(
+        "another component's prefetched groups keep the ring",
+        "schedule.py",
+        "                self._drop(group)\n                found = True\n",
+        "                found = True\n",
+    ),
+    Mutant(
+        "an exception leaves the group in use on the device",
+        "runtime.py",
+        "            schedule.abandon_pass()\n            schedule.drop_all()\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "a pass cut short by an exception is learned as an order",
+        "schedule.py",
+        "        self._record = []\n        self.timer = None\n        self.end_pass()\n",
+        "        self.end_pass()\n",
+    ),
+    Mutant(
+        "idle components keep their residents",
+        "runtime.py",
+        "                self._evict(other, schedule)\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "units are packed with their bytes at another place than planned",
+        "host.py",
+        "            self._places[unit] = Place(chunk, offset, unit.size)\n",
+        "            self._places[unit] = Place(chunk, max(256, offset - 256), unit.size)\n",
+    ),
+    Mutant(
+        "gradients are not refused",
+        "hooks.py",
+        "    if asked or any(entry.tensor.requires_grad for entry in schedule.component.entries()):\n",
+        "    if False:\n",
+    ),
+    Mutant(
+        "views start at offset 0",
+        "transfer.py",
+        "                offset = ALIGNMENT + start * self.slot_bytes\n",
+        "                offset = start * self.slot_bytes\n",
+    ),
+]
