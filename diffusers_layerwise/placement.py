@@ -12,7 +12,14 @@ from .tensors import ALIGNMENT
 REFINEMENTS = 24
 
 
-def place(line: Timeline, sizes: Sequence[int], budget: int, how: Placement, most: int | None = None) -> list[bool]:
+def place(
+    line: Timeline,
+    sizes: Sequence[int],
+    budget: int,
+    how: Placement,
+    most: int | None = None,
+    largest: int | None = None,
+) -> list[bool]:
     """Chooses resident groups within `budget` bytes by pace: what streams keeps even with compute time.
 
     A copy stream that runs all the time moves as many bytes as the time allows. So streamed bytes should grow, over a
@@ -25,15 +32,19 @@ def place(line: Timeline, sizes: Sequence[int], budget: int, how: Placement, mos
         budget (`int`): Bytes for resident groups, each with its alignment.
         how (`Placement`): `PREFIX` takes groups in order, `SPREAD` takes compute to be even, `STALL` uses the times.
         most (`int`, *optional*): At most this many groups.
+        largest (`int`, *optional*): Groups above this many bytes become resident first, so that slots can be small.
     """
     cost = [size + ALIGNMENT for size in sizes]
     resident = [False] * len(sizes)
+    if largest is not None:
+        for group in (g for g in range(len(sizes)) if sizes[g] > largest):
+            resident[group], budget = True, budget - cost[group]
     if how is Placement.PREFIX:
         return _fill(resident, cost, budget, range(len(sizes)), most)
     uses = [0] * len(sizes)
     for group in line.groups:
         uses[group] += 1
-    for group in sorted((g for g in range(len(sizes)) if uses[g] > 1), key=lambda g: -uses[g]):
+    for group in sorted((g for g in range(len(sizes)) if uses[g] > 1 and not resident[g]), key=lambda g: -uses[g]):
         if cost[group] <= budget and (most is None or sum(resident) < most):
             resident[group], budget = True, budget - cost[group]
     streamed = [g for g in line.groups if not resident[g]]
@@ -92,6 +103,7 @@ def refine(
     """
     best = simulate(line, sizes, resident, *ring, link)
     tried: set[int] = set()
+    fixed = {g for g in range(len(sizes)) if sizes[g] > ring[0] * ring[1]}
     for _ in range(tries):
         stalled = sorted(range(len(line.groups)), key=lambda p: -best.stalls[p])
         step = next((p for p in stalled if best.stalls[p] > 0 and line.groups[p] not in tried), None)
@@ -99,7 +111,7 @@ def refine(
             break
         group = line.groups[step]
         tried.add(group)
-        trade = _trade(line, sizes, resident, budget, group, best)
+        trade = _trade(line, sizes, resident, budget, group, best, fixed)
         if trade is None:
             continue
         outcome = simulate(line, sizes, trade, *ring, link)
@@ -109,16 +121,24 @@ def refine(
 
 
 def _trade(
-    line: Timeline, sizes: Sequence[int], resident: list[bool], budget: int, group: int, now: Outcome
+    line: Timeline,
+    sizes: Sequence[int],
+    resident: list[bool],
+    budget: int,
+    group: int,
+    now: Outcome,
+    fixed: set[int],
 ) -> list[bool] | None:
-    """`group` resident instead of the resident groups that have the longest compute around them."""
+    """`group` resident instead of the residents (but `fixed` ones) with the longest compute around them."""
     if resident[group]:
         return None
     trade = list(resident)
     trade[group] = True
     used = sum(size + ALIGNMENT for size, kept in zip(sizes, trade, strict=True) if kept)
     slack = {g: line.hold[p] + line.gap[p] - now.stalls[p] for p, g in enumerate(line.groups)}
-    for other in sorted((g for g in slack if trade[g] and g != group), key=lambda g: -slack[g] / sizes[g]):
+    for other in sorted(
+        (g for g in slack if trade[g] and g != group and g not in fixed), key=lambda g: -slack[g] / sizes[g]
+    ):
         if used <= budget:
             break
         trade[other] = False

@@ -47,9 +47,17 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
+    """A ring to try: groups are cut to `limit` bytes; where `small` is set, larger ones are resident, not streamed."""
+
     slot_bytes: int
     count: int
     limit: int | None
+    small: bool = False
+
+    @property
+    def largest(self) -> int | None:
+        """Bytes above which a group must be resident, or None when it may take several slots."""
+        return self.slot_bytes if self.small else None
 
     @property
     def nbytes(self) -> int:
@@ -130,6 +138,8 @@ def _best_ring(
         room = _room(specs, request, ring)
         if room is not None and room < 0:
             continue
+        if ring.small and any(_forced(s, ring) > _share(s, room, request) for s in streamed):
+            continue
         if request.mode in (Mode.MEMORY, Mode.MANUAL):
             return ring
         fallback = fallback or ring
@@ -163,6 +173,8 @@ def _candidates(main: ComponentSpec, streamed: Sequence[ComponentSpec], request:
         for count in counts:
             largest = max(b for s in streamed for b in _sizes(s, cut(s.units, limit)))
             yield _Ring(size, max(count, -(-largest // size)), limit)
+            if largest > size and request.mode in (Mode.AUTO, Mode.SPEED):
+                yield _Ring(size, count, limit, small=True)
     if request.mode is not Mode.MANUAL:
         largest = align(max(s.largest_unit for s in streamed))
         yield _Ring(largest, 1, largest)
@@ -189,6 +201,12 @@ def _slot_sizes(main: ComponentSpec, unit: int, request: Request) -> list[tuple[
     return [(size, size) for size in [default, *(size for size in found if size != default)]]
 
 
+def _forced(spec: ComponentSpec, ring: _Ring) -> int:
+    """Device bytes of a component's groups that are too large for a ring of small slots."""
+    sizes = _sizes(spec, cut(spec.units, ring.limit))
+    return sum(size + ALIGNMENT for size in sizes if size > ring.slot_bytes)
+
+
 def _room(specs: Sequence[ComponentSpec], request: Request, ring: _Ring) -> int | None:
     """Bytes left for resident groups of the components in use; negative when the ring doesn't fit."""
     if request.budget is None:
@@ -201,7 +219,7 @@ def _score(main: ComponentSpec, ring: _Ring, room: int | None, request: Request)
     runs = cut(main.units, ring.limit)
     sizes = _sizes(main, runs)
     line = timeline(main, runs, request.link)
-    resident = place(line, sizes, _share(main, room, request), Placement.STALL)
+    resident = place(line, sizes, _share(main, room, request), Placement.STALL, None, ring.largest)
     return simulate(line, sizes, resident, ring.slot_bytes, ring.count, request.link).step
 
 
@@ -237,7 +255,7 @@ def _component(spec: ComponentSpec, ring: _Ring, room: int | None, request: Requ
     line = timeline(spec, runs, request.link)
     budget = _resident_budget(spec, sizes, room, request)
     most = spec.config.resident if isinstance(spec.config.resident, int) else None
-    resident = place(line, sizes, budget, spec.config.placement, most)
+    resident = place(line, sizes, budget, spec.config.placement, most, ring.largest)
     step: float | None = None
     if spec.busy is not None:
         step = simulate(line, sizes, resident, ring.slot_bytes, ring.count, request.link).step
