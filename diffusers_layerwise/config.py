@@ -102,7 +102,8 @@ class LayerwiseOffloadConfig:
     """Options of layerwise offload. Every field has a default that the plan chooses; an explicit value wins.
 
     Args:
-        prefetch (`int`, *optional*): Groups loaded ahead of the one that computes; the ring holds one more than that.
+        prefetch (`int` or `str`, *optional*): Groups loaded ahead of the one that computes (the ring holds one more
+            than that), or as a text the bytes loaded ahead (`"256MiB"`).
         resident (`int` or `float`, *optional*): Groups kept on the device: a count, or (a float of at most 1.0) a
             share of the component's bytes.
         placement (`str`, defaults to `"stall"`): Which groups become resident, see [`Placement`].
@@ -119,7 +120,7 @@ class LayerwiseOffloadConfig:
         67108864
     """
 
-    prefetch: int | None = None
+    prefetch: int | str | None = None
     resident: int | float | None = None
     placement: Placement = Placement.STALL
     group_size: int | str | None = None
@@ -128,7 +129,10 @@ class LayerwiseOffloadConfig:
     activation_reserve: int | None = None
 
     def __post_init__(self) -> None:
-        _count(self.prefetch, "config.prefetch")
+        if isinstance(self.prefetch, str):
+            parse_bytes(self.prefetch, "config.prefetch (groups, or bytes as a text)")
+        else:
+            _count(self.prefetch, "config.prefetch")
         _share(self.resident)
         _set(self, "placement", _choice(Placement, self.placement, "config.placement"))
         if self.residency is not None:

@@ -11,7 +11,7 @@ from .discovery import Unit
 from .errors import LayerwiseOffloadError
 from .host import HostStore
 from .tensors import ALIGNMENT, Entry, collect_extents, view_like, why_not_movable
-from .transfer import Copy, Lease, Ring, Transfer, plain_tensors
+from .transfer import Account, Copy, Lease, Ring, Transfer, plain_tensors
 
 
 class GroupState(enum.Enum):
@@ -35,11 +35,18 @@ class Group:
         units (`Sequence[Unit]`): The run.
         store (`HostStore`): Where their host copy lies.
         transfer (`Transfer`): The device.
+        account (`Account`): The component's counters.
         resident (`bool`): Has device memory of its own while its component is in use.
     """
 
     def __init__(
-        self, name: str, units: Sequence[Unit], store: HostStore, transfer: Transfer, resident: bool = False
+        self,
+        name: str,
+        units: Sequence[Unit],
+        store: HostStore,
+        transfer: Transfer,
+        account: Account,
+        resident: bool = False,
     ) -> None:
         self.name = name
         self.units = list(units)
@@ -49,6 +56,7 @@ class Group:
         self.lease: Lease | None = None
         self._store = store
         self._transfer = transfer
+        self._account = account
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._entries: list[Entry] = []
         self._watch: list[tuple[Mapping[str, torch.Tensor | None], str, torch.Tensor, int]] = []
@@ -93,14 +101,20 @@ class Group:
         if self.resident and not self._transfer.is_async:
             # On a CPU execution device the host copy is already where it computes: counted, never copied.
             self._transfer.hold(self.size + ALIGNMENT)
+            self._account.hold(self.size + ALIGNMENT)
             self._snapshot()
             self.state = GroupState.READY
             return True
-        lease = self._transfer.new_lease(self.size) if self.resident or ring is None else ring.lease(self.size)
+        if self.resident or ring is None:
+            lease: Lease | None = self._transfer.new_lease(self.size, self._account)
+        else:
+            lease = ring.lease(self.size)
+            self._account.in_ring = True
         if lease is None:
             return False
         self.lease = lease
         self.state = GroupState.LOADING
+        self._account.moved += self.size
         self._transfer.start_copies(self._copies(lease), lease, self.name)
         self._snapshot()
         self._transfer.note("load", self.name)
@@ -129,6 +143,7 @@ class Group:
         lease, used = self.lease, self.state is GroupState.READY
         if lease is None:
             self._transfer.hold(-self.size - ALIGNMENT)
+            self._account.hold(-self.size - ALIGNMENT)
             self.state = GroupState.HOST
             return
         if used:
@@ -140,7 +155,7 @@ class Group:
             ring.give_back(lease, used)
         else:
             self._views.pop(lease.key, None)
-            self._transfer.drop_lease(lease)
+            self._transfer.drop_lease(lease, self._account)
         self._transfer.note("free", self.name)
 
     # ------------------------------------------------------------------ edits

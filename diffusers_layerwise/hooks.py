@@ -81,12 +81,19 @@ class EarlyUnitHook(UnitHook):
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Puts the trigger in front of the module's own pre-hooks."""
+        names = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
+        self._derived = {n: v for n, v in module.__dict__.items() if n in names and isinstance(v, torch.Tensor)}
         self._handle = module.register_forward_pre_hook(lambda _m, _args: self.schedule.use(self.unit), prepend=True)
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Nothing: the pre-hook has done it."""
         return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Releases the unit, and puts back the host's derived weight: the pre-hook makes a new one every time."""
+        module.__dict__.update(self._derived)
+        return super().post_forward(module, output)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Removes the pre-hook."""

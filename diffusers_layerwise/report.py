@@ -18,6 +18,7 @@ VERSION = 1
 class ComponentReport:
     """One component. Sizes in bytes, times in seconds.
 
+    `peak_predicted` and `peak_seen` count what it holds itself and, if it streams, the ring that all share.
     `hits` and `misses` count uses of streamed groups that had been prefetched or had to be loaded on demand;
     `stall` is the time of one measured pass that compute waited for copies, None before it was measured.
     """
@@ -31,6 +32,9 @@ class ComponentReport:
     resident_bytes: int
     streamed_bytes: int
     fixed_bytes: int
+    peak_predicted: int
+    peak_seen: int
+    moved_bytes: int
     host_tier: str
     pinned_bytes: int
     passes: int
@@ -109,7 +113,7 @@ def make_report(runtime: Runtime, notes: list[str]) -> Report:
 
 def _component(schedule: Schedule, plan: OffloadPlan, runtime: Runtime) -> ComponentReport:
     part: ComponentPlan = plan.component(schedule.name)
-    counters = schedule.counters
+    counters, account = schedule.counters, schedule.account
     resident = sum(group.resident for group in part.groups)
     return ComponentReport(
         name=schedule.name,
@@ -121,6 +125,9 @@ def _component(schedule: Schedule, plan: OffloadPlan, runtime: Runtime) -> Compo
         resident_bytes=part.resident_bytes,
         streamed_bytes=part.streamed_bytes,
         fixed_bytes=part.fixed_bytes,
+        peak_predicted=part.fixed_bytes + part.resident_bytes + (plan.ring_bytes if part.largest_streamed else 0),
+        peak_seen=account.peak + (plan.ring_bytes if account.in_ring else 0),
+        moved_bytes=account.moved,
         host_tier=schedule.store.tier.value,
         pinned_bytes=schedule.store.pinned_bytes,
         passes=counters.passes,

@@ -125,6 +125,7 @@ class Runtime:
         self.plan = plan
         self.transfer.start_peak()
         for schedule in changed:
+            schedule.account.peak, schedule.account.in_ring = schedule.account.held, False
             schedule.adopt(plan.component(schedule.name), self.ring)
 
     def _replan(self, due: Schedule) -> None:

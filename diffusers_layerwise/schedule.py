@@ -17,7 +17,7 @@ from .group import Group, GroupState
 from .host import HostStore
 from .measure import PassTimer
 from .plan import Choice, ComponentPlan, ComponentSpec, UnitSpec, group_uses
-from .transfer import Ring, Transfer
+from .transfer import Account, Ring, Transfer
 
 #: A group use whose end isn't known from an earlier pass ends when the next group is used.
 UNTIL_NEXT = 1 << 60
@@ -68,6 +68,7 @@ class Schedule:
         self.config = config
         self.state = PassState.IDLE
         self.counters = Counters()
+        self.account = Account()
         self.timer: PassTimer | None = None
         self.times: tuple[tuple[float, ...], tuple[float, ...]] | None = None
         self.sequence: list[Unit] = list(component.units)
@@ -81,7 +82,9 @@ class Schedule:
         self.next_up: Callable[[Schedule], Schedule | None] = lambda _: None
         self.open_pass: Callable[[Schedule], None] = Schedule.begin_pass
         fixed = Unit(-1, "fixed", None, [], component.fixed)
-        self.fixed = Group(f"{self.name}.fixed", [fixed], store, transfer, resident=True) if component.fixed else None
+        self.fixed: Group | None = None
+        if component.fixed:
+            self.fixed = Group(f"{self.name}.fixed", [fixed], store, transfer, self.account, resident=True)
         self._fixed_unit = fixed
         self._group_of: list[Group] = []
         self._expected: list[tuple[Group, int]] = []
@@ -130,7 +133,7 @@ class Schedule:
         self._group_of = [None] * len(self.component.units)  # type: ignore[list-item]
         for name, start, stop, resident in cuts:
             units = self.sequence[start:stop]
-            group = Group(f"{self.name}.{name}", units, self.store, self.transfer, resident)
+            group = Group(f"{self.name}.{name}", units, self.store, self.transfer, self.account, resident)
             self.groups.append(group)
             for unit in units:
                 self._group_of[unit.index] = group

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from .config import Mode, Placement, Residency, format_bytes
+from .config import Mode, Placement, Residency, format_bytes, parse_bytes
 from .placement import place, refine
 from .plan import Choice, ComponentPlan, ComponentSpec, GroupPlan, OffloadPlan, cut
 from .simulate import Link, Timeline, simulate, timeline
@@ -164,13 +164,14 @@ def _candidates(main: ComponentSpec, streamed: Sequence[ComponentSpec], request:
     sizes = _slot_sizes(main, unit, request)
     counts: tuple[int, ...] = SLOT_COUNTS
     if config.prefetch is not None:
-        counts = (config.prefetch + 1,)
+        counts = (0,)
     elif request.mode is Mode.MEMORY:
         counts = (2, 1)
     elif request.mode is Mode.MANUAL:
         counts = (2,) if config.group_size == "layer" else (4,)
     for size, limit in sizes:
-        for count in counts:
+        for wanted in counts:
+            count = wanted or _ahead(config.prefetch, size) + 1
             largest = max(b for s in streamed for b in _sizes(s, cut(s.units, limit)))
             yield _Ring(size, max(count, -(-largest // size)), limit)
             if largest > size and request.mode in (Mode.AUTO, Mode.SPEED):
@@ -178,6 +179,13 @@ def _candidates(main: ComponentSpec, streamed: Sequence[ComponentSpec], request:
     if request.mode is not Mode.MANUAL:
         largest = align(max(s.largest_unit for s in streamed))
         yield _Ring(largest, 1, largest)
+
+
+def _ahead(prefetch: int | str | None, slot_bytes: int) -> int:
+    """Slots beyond the one in use: a number of groups, or as many as the bytes take."""
+    if isinstance(prefetch, str):
+        return max(1, parse_bytes(prefetch, "config.prefetch") // slot_bytes)
+    return prefetch or 0
 
 
 def _slot_sizes(main: ComponentSpec, unit: int, request: Request) -> list[tuple[int, int | None]]:

@@ -49,6 +49,21 @@ class Lease:
     after: list[torch.Event | None]
 
 
+@dataclasses.dataclass(eq=False)
+class Account:
+    """One component's share: bytes held outside the ring now and at most, whether it used the ring, bytes moved."""
+
+    held: int = 0
+    peak: int = 0
+    in_ring: bool = False
+    moved: int = 0
+
+    def hold(self, count: int) -> None:
+        """Counts `count` more bytes as held (fewer when negative)."""
+        self.held += count
+        self.peak = max(self.peak, self.held)
+
+
 class Transfer:
     """One device's copy stream, and the counters of what went through it.
 
@@ -151,16 +166,18 @@ class Transfer:
         """Counts a buffer as given back; the caller drops the last reference after it."""
         self.hold(-buffer.numel())
 
-    def new_lease(self, count: int) -> Lease:
+    def new_lease(self, count: int, account: Account) -> Lease:
         """A lease of `count` bytes outside the ring, for a resident group."""
         buffer = self.new_buffer(count)
+        account.hold(buffer.numel())
         after = self.event()
         self.mark(after)
         return Lease(buffer, ALIGNMENT, [], (next(_serials), ALIGNMENT), self.event(), [after])
 
-    def drop_lease(self, lease: Lease) -> None:
+    def drop_lease(self, lease: Lease, account: Account) -> None:
         """Gives a resident group's memory back, once the caller's stream is behind the copy that filled it."""
         self.wait(lease.ready)
+        account.hold(-lease.buffer.numel())
         self.drop_buffer(lease.buffer)
 
     def note(self, what: str, name: str) -> None:
