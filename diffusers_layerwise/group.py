@@ -96,8 +96,7 @@ class Group:
         """
         if self.state is not GroupState.HOST:
             return True
-        if self._edited():
-            self.refresh()
+        self.renew()
         if self.resident and not self._transfer.is_async:
             # On a CPU execution device the host copy is already where it computes: counted, never copied.
             self._transfer.hold(self.size + ALIGNMENT)
@@ -184,9 +183,20 @@ class Group:
                 return True
         return False
 
-    def replaced(self) -> bool:
-        """Whether the module holds another object than the one on the device. In-place edits are kept, not stale."""
+    def outdated(self) -> bool:
+        """Whether what lies on the device, or is on its way, isn't what the module holds any more.
+
+        Other objects, or (while `.data` should be the host copy) other memory. In-place edits are no reason: on the
+        device they are kept, and a copy that was queued before one is repeated.
+        """
+        if self.state is GroupState.LOADING:
+            return self._edited()
         return any(held.get(name) is not tensor for held, name, tensor, _ in self._watch)
+
+    def renew(self) -> None:
+        """Takes over edits that were made while the group was on the host. Does nothing otherwise."""
+        if self.state is GroupState.HOST and self._edited():
+            self.refresh()
 
     def refresh(self) -> None:
         """Reads the module's tensors anew after an edit: new objects, new memory. The group must be offloaded."""

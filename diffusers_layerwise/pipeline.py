@@ -83,6 +83,7 @@ class OffloadHandle:
         for schedule in self._runtime.schedules:
             uninstall(schedule)
             patches.forget_device(schedule.component.module)
+            schedule.renew()
             schedule.store.release()
             self._send_home(schedule)
         if self._owner is not None:

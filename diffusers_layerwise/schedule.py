@@ -140,8 +140,8 @@ class Schedule:
         self._expect(self.order)
 
     def pack(self) -> None:
-        """Packs the units that were used, in the order of first use. Everything must be offloaded."""
-        self.drop_all()
+        """Packs the units that were used, in the order of first use. Offloads all groups first."""
+        self.renew()
         self.store.pack([self._fixed_unit] if self.component.fixed and not self.in_use else [])
         self.store.pack(unit for unit in self.sequence if unit.index in self.used)
 
@@ -175,7 +175,7 @@ class Schedule:
         """Starts a use: loads what stays resident whoever runs. Idempotent; renews what was replaced meanwhile."""
         if self.fixed is None:
             return
-        if self.fixed.state is GroupState.READY and self.fixed.replaced():
+        if self.fixed.state is GroupState.READY and self.fixed.outdated():
             self.fixed.offload(None)
         self.fixed.start_onload(None)
         self.fixed.wait_onload()
@@ -186,6 +186,12 @@ class Schedule:
         self.drop_all()
         if self.fixed is not None:
             self.fixed.offload(None)
+
+    def renew(self) -> None:
+        """Offloads every group and takes over what was edited on the host since."""
+        self.drop_all()
+        for group in [*self.groups, *([self.fixed] if self.fixed is not None else [])]:
+            group.renew()
 
     def drop_all(self) -> None:
         """Offloads every group. Idempotent."""
@@ -223,7 +229,7 @@ class Schedule:
         """Opens a pass and queues the first loads. Groups that were replaced since are read anew."""
         self.end_pass()
         for group in self.groups:
-            if group.state is not GroupState.HOST and group.replaced():
+            if group.state is not GroupState.HOST and group.outdated():
                 group.offload(self.ring)
         self.state = PassState.OPEN
         self._record = []

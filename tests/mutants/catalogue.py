@@ -124,13 +124,13 @@ MUTANTS = [
     Mutant(
         "a replaced parameter is not noticed",
         "group.py",
-        "        if self._edited():\n",
+        "        if self.state is GroupState.HOST and self._edited():\n",
         "        if False:\n",
     ),
     Mutant(
         "a replaced parameter's loaded copy is used once more",
         "schedule.py",
-        "            if group.state is not GroupState.HOST and group.replaced():\n",
+        "            if group.state is not GroupState.HOST and group.outdated():\n",
         "            if False:\n",
     ),
     Mutant(
