@@ -230,7 +230,7 @@ def _entries(module: nn.Module, allow_meta: bool) -> tuple[list[Entry], list[str
                     continue
                 with torch.inference_mode(False), torch.no_grad():
                     host = tensor.data
-                found[id(tensor)] = Entry(tensor, [(owner, name)], full, host, tensor._version, is_buffer)
+                found[id(tensor)] = Entry(tensor, [(owner, name)], full, host, is_buffer)
     return list(found.values()), unmovable
 
 

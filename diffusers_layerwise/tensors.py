@@ -67,15 +67,13 @@ def why_not_movable(tensor: torch.Tensor, allow_meta: bool = False) -> str | Non
 class Entry:
     """One parameter or buffer: the tensor, its host copy, and every (module, name) that holds it.
 
-    `tensor` is never replaced; `tensor.data` points at `host` or at device memory. `version` is the tensor's version
-    counter when it was last loaded, so that an in-place edit is noticed.
+    `tensor` is never replaced; `tensor.data` points at `host` or at device memory.
     """
 
     tensor: torch.Tensor
     owners: list[tuple[nn.Module, str]]
     name: str
     host: torch.Tensor
-    version: int = 0
     is_buffer: bool = False
 
     def current(self) -> torch.Tensor | None:

@@ -104,15 +104,17 @@ class Transfer:
     def mark(self, event: torch.Event | None) -> None:
         """Records an event on the caller's stream: it is reached when all work queued so far is done."""
         if event is not None:
-            event.record(torch.accelerator.current_stream(self.device))
+            event.record()
 
     def wait(self, event: torch.Event | None) -> None:
         """Makes the caller's stream wait for an event; the host goes on."""
         if event is not None:
-            torch.accelerator.current_stream(self.device).wait_event(event)
+            event.wait()
 
-    def start_copies(self, copies: Sequence[Copy], lease: Lease, name: str) -> None:
+    def start_copies(self, copies: Sequence[Copy], lease: Lease, name: str, count: int) -> None:
         """Queues copies on the copy stream, behind the lease's `after` events and before its ready event."""
+        self.copies += len(copies)
+        self.moved_bytes += count
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             with torch.profiler.record_function(f"layerwise onload {name}"):
                 self._copy(copies, lease)
@@ -120,11 +122,9 @@ class Transfer:
             self._copy(copies, lease)
 
     def _copy(self, copies: Sequence[Copy], lease: Lease) -> None:
-        self.copies += len(copies)
         if not self.is_async:
             for target, source in copies:
                 target.copy_(source)
-                self.moved_bytes += source.numel()
             return
         with self._copying():
             for event in lease.after:
@@ -132,7 +132,6 @@ class Transfer:
                     self.copy_stream.wait_event(event)
             for target, source in copies:
                 target.copy_(source, non_blocking=True)
-                self.moved_bytes += source.numel()
             assert lease.ready is not None
             lease.ready.record(self.copy_stream)
 
@@ -179,11 +178,6 @@ class Transfer:
         self.wait(lease.ready)
         account.hold(-lease.buffer.numel())
         self.drop_buffer(lease.buffer)
-
-    def note(self, what: str, name: str) -> None:
-        """Adds to the event list that tests read; off unless `log` is a list."""
-        if self.log is not None:
-            self.log.append((what, name))
 
     # Timing: read only when complete, never waited for.
     def time_mark(self) -> Any:
@@ -238,6 +232,7 @@ class Ring:
         self.slots: list[Slot] = []
         self._cursor = 0
         self._serial = -1
+        self._leases: dict[tuple[int, int], Lease] = {}
 
     @property
     def nbytes(self) -> int:
@@ -260,17 +255,22 @@ class Ring:
         self.open()
         need = -(-count // self.slot_bytes)
         for start in self._starts(need):
-            slots = self.slots[start : start + need]
-            if all(slot.holder is None for slot in slots):
-                assert self.slab is not None
-                offset = ALIGNMENT + start * self.slot_bytes
-                key = (self._serial, offset)
-                lease = Lease(self.slab, offset, slots, key, slots[0].ready, [slot.free for slot in slots])
-                for slot in slots:
+            lease = self._leases.get((start, need)) or self._new_lease(start, need)
+            if all(slot.holder is None for slot in lease.slots):
+                for slot in lease.slots:
                     slot.holder = lease
                 self._cursor = (start + need) % self.count
                 return lease
         return None
+
+    def _new_lease(self, start: int, need: int) -> Lease:
+        """The lease of `need` slots from `start`: the same object every time."""
+        assert self.slab is not None
+        slots = self.slots[start : start + need]
+        offset = ALIGNMENT + start * self.slot_bytes
+        lease = Lease(self.slab, offset, slots, (self._serial, offset), slots[0].ready, [slot.free for slot in slots])
+        self._leases[start, need] = lease
+        return lease
 
     def measure(self, source: torch.Tensor) -> tuple[float, float]:
         """(bytes per second, seconds of latency) of copies from `source`, page-locked like what will be streamed.
@@ -322,6 +322,7 @@ class Ring:
         self.transfer.drop_buffer(self.slab)
         self.slab = None
         self.slots = []
+        self._leases = {}
         self._cursor = 0
 
 

@@ -1,0 +1,183 @@
+"""A group's tensors: what to point where, and what was edited. Looked up once; the hot path only walks lists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from .discovery import Unit
+from .errors import LayerwiseOffloadError
+from .host import HostStore
+from .tensors import Entry, collect_extents, view_like, why_not_movable
+from .transfer import Copy, Lease, plain_tensors
+
+
+class Binding:
+    """The entries of a run of units, bound to their host copies.
+
+    Args:
+        units (`Sequence[Unit]`): The run.
+        store (`HostStore`): Where the host copy lies.
+
+    Attributes:
+        size (`int`): Bytes of the run in a region.
+        copy_bytes (`int`): Bytes that one load moves: padding too when the host copy is packed.
+    """
+
+    def __init__(self, units: Sequence[Unit], store: HostStore) -> None:
+        self.units = units
+        self.store = store
+        self.bind()
+
+    def bind(self) -> None:
+        """Looks everything up again, after the units' tensors or places changed."""
+        self.size = sum(unit.size for unit in self.units)
+        self.entries = [e for unit in self.units for extent in unit.extents for e in extent.entries]
+        self._tensors = [entry.tensor for entry in self.entries]
+        self._hosts = [entry.host for entry in self.entries]
+        self._versions = [tensor._version for tensor in self._tensors]
+        self._watch: list[tuple[Mapping[str, torch.Tensor | None], str, torch.Tensor, int]] = []
+        for entry in self.entries:
+            module, name = entry.owners[0]
+            held: Mapping[str, torch.Tensor | None] = module._buffers if entry.is_buffer else module._parameters
+            self._watch.append((held, name, entry.tensor, entry.host.data_ptr()))
+        self._source = self._contiguous()
+        extents = [extent for unit in self.units for extent in unit.extents]
+        self.copy_bytes = sum(e.nbytes for e in extents) if self._source is None else self.size
+        self.forget_views()
+
+    def forget_views(self) -> None:
+        """Drops the kept views of device memory; they would keep a closed ring's memory alive."""
+        self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._copies: dict[tuple[int, int], list[Copy]] = {}
+
+    # ------------------------------------------------------------------ pointing
+    def point_at(self, lease: Lease) -> None:
+        """Points every tensor at the device memory that a lease lends."""
+        for tensor, view in zip(self._tensors, self.views(lease), strict=True):
+            tensor.data = view
+
+    def point_home(self) -> None:
+        """Points every tensor back at its host copy."""
+        for tensor, host in zip(self._tensors, self._hosts, strict=True):
+            tensor.data = host
+
+    def views(self, lease: Lease) -> list[torch.Tensor]:
+        """The tensors' views of device memory. Kept per address, so that steady state makes none."""
+        found = self._views.get(lease.key)
+        if found is None:
+            with plain_tensors():
+                found, offset = [], lease.offset
+                for unit in self.units:
+                    for extent in unit.extents:
+                        for entry, inner in zip(extent.entries, extent.offsets, strict=True):
+                            found.append(view_like(lease.buffer, offset + inner, entry.host))
+                        offset += extent.size
+            self._views[lease.key] = found
+        return found
+
+    def copies(self, lease: Lease) -> list[Copy]:
+        """What to copy to fill a lease: one pair when the host copy is packed, else one for each extent."""
+        found = self._copies.get(lease.key)
+        if found is None:
+            with plain_tensors():
+                found = self._make_copies(lease)
+            self._copies[lease.key] = found
+        return found
+
+    def _make_copies(self, lease: Lease) -> list[Copy]:
+        if self._source is not None:
+            return [(lease.buffer.narrow(0, lease.offset, self.size), self._source)]
+        copies, offset = [], lease.offset
+        for unit in self.units:
+            for extent in unit.extents:
+                copies.append((lease.buffer.narrow(0, offset, extent.nbytes), extent.source))
+                offset += extent.size
+        return copies
+
+    def _contiguous(self) -> torch.Tensor | None:
+        places = [self.store.place(unit) for unit in self.units]
+        first = places[0] if places else None
+        if first is None:
+            return None
+        end = first.offset
+        for place in places:
+            if place is None or place.chunk is not first.chunk or place.offset != end:
+                return None
+            end += place.size
+        with plain_tensors():
+            return first.chunk.buffer.narrow(0, first.offset, self.size)
+
+    # ------------------------------------------------------------------ edits
+    def snapshot(self) -> None:
+        """Remembers the tensors' version counters: what is copied now is of these versions."""
+        self._versions = [tensor._version for tensor in self._tensors]
+
+    def is_touched(self) -> bool:
+        """Whether a tensor was edited in place since the snapshot."""
+        return [tensor._version for tensor in self._tensors] != self._versions
+
+    def is_replaced(self) -> bool:
+        """Whether the module holds another object than the one that is bound."""
+        return any(held.get(name) is not tensor for held, name, tensor, _ in self._watch)
+
+    def is_edited(self) -> bool:
+        """Whether a tensor that should be on the host was replaced, or points at other memory than its host copy."""
+        for held, name, tensor, pointer in self._watch:
+            if held.get(name) is not tensor or tensor.data_ptr() != pointer:
+                return True
+        return False
+
+    def keep_edits(self, lease: Lease) -> None:
+        """Takes over what was written to tensors, or what they were pointed at, while on the device.
+
+        The only device-to-host copies of weights there are.
+        """
+        rebind = False
+        for position, (entry, view) in enumerate(zip(self.entries, self.views(lease), strict=True)):
+            tensor = entry.tensor
+            moved = tensor.data_ptr() != view.data_ptr()
+            if tensor._version == self._versions[position] and not moved:
+                continue
+            with plain_tensors():
+                new = tensor.data
+                if new.shape == entry.host.shape and new.dtype == entry.host.dtype:
+                    entry.host.copy_(new)
+                else:
+                    tensor.data = new.to("cpu")
+                    rebind = True
+        if rebind:
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Reads the module's tensors anew: new objects, new memory. They must be off the device."""
+        for unit in self.units:
+            entries = [entry for extent in unit.extents for entry in extent.entries]
+            if all(_unchanged(entry) for entry in entries):
+                continue
+            self.store.forget(unit)
+            kept = [fresh for entry in entries if (fresh := _reread(entry)) is not None]
+            unit.extents = collect_extents(kept)
+        self.bind()
+
+
+def _unchanged(entry: Entry) -> bool:
+    return entry.current() is entry.tensor and entry.tensor.data_ptr() == entry.host.data_ptr()
+
+
+def _reread(entry: Entry) -> Entry | None:
+    tensor = entry.current()
+    if tensor is None:
+        return None
+    reason = why_not_movable(tensor)
+    if reason is not None:
+        raise LayerwiseOffloadError(
+            f"{entry.name} was replaced and now {reason}, which can't be streamed. Call "
+            f"disable_layerwise_offload() before such a change and enable_layerwise_offload() after it."
+        )
+    with plain_tensors():
+        if tensor.device.type != "cpu":
+            tensor.data = tensor.data.to("cpu")
+        host = tensor.data
+    return Entry(tensor, entry.owners, entry.name, host, entry.is_buffer)
