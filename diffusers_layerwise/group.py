@@ -71,6 +71,8 @@ class Group:
         if self.state is not GroupState.HOST:
             return True
         binding, transfer, account = self._binding, self._transfer, self._account
+        if not self.resident and ring is not None and not ring.has_room():
+            return False
         if binding.is_edited():
             binding.refresh()
         if self.resident and not transfer.is_async:

@@ -250,6 +250,10 @@ class Ring:
         for slot in self.slots:
             self.transfer.mark(slot.free)
 
+    def has_room(self) -> bool:
+        """Whether any slot is free: a quick look that saves the caller's preparations."""
+        return not self.slots or any(slot.holder is None for slot in self.slots)
+
     def lease(self, count: int) -> Lease | None:
         """Slots for `count` bytes, or None while too few consecutive ones are free."""
         self.open()
