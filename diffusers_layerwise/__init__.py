@@ -11,8 +11,8 @@ Importing this package puts `enable_layerwise_offload`, `disable_layerwise_offlo
 from .config import LayerwiseOffloadConfig
 from .discovery import register_layers
 from .errors import LayerwiseOffloadError
+from .handle import OffloadHandle
 from .pipeline import (
-    OffloadHandle,
     apply_layerwise_offload,
     attach_methods,
     disable_layerwise_offload,

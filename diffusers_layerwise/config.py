@@ -84,7 +84,7 @@ def parse_bytes(value: int | float | str, name: str) -> int:
         if match is None or match[2].lower() not in _UNITS:
             raise ValueError(f"{name} must be bytes as an int or a text such as '8GiB' or '500MB', got {value!r}.")
         value = float(match[1]) * _UNITS[match[2].lower()]
-    if not math.isfinite(value) or value <= 0:
+    if not math.isfinite(value) or value < 1:
         raise ValueError(f"{name} must be more than 0 bytes, got {value!r}.")
     return int(value)
 
@@ -130,6 +130,11 @@ class LayerwiseOffloadConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.prefetch, str):
+            if self.prefetch.strip().isdigit():
+                raise ValueError(
+                    f"config.prefetch as a text is a size and needs a unit ('256MiB'), got {self.prefetch!r}; for a "
+                    f"number of groups pass an int."
+                )
             parse_bytes(self.prefetch, "config.prefetch (groups, or bytes as a text)")
         else:
             _count(self.prefetch, "config.prefetch")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -101,6 +102,34 @@ class EarlyUnitHook(UnitHook):
         return module
 
 
+class PlacedHook(ModelHook):  # type: ignore[misc]
+    """At a skipped component's root: says where it runs, and nothing else."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.execution_device = device
+
+
+def place(module: nn.Module, device: torch.device) -> None:
+    """Hooks a component whose weights are where they should be."""
+    add_hook_to_module(module, PlacedHook(device), append=True)
+
+
+def remove_placed(module: nn.Module) -> None:
+    """Undoes [`place`]. Idempotent."""
+    _remove(module, lambda hook: isinstance(hook, PlacedHook))
+
+
+def outer_component(module: nn.Module) -> str | None:
+    """The name of the component under layerwise offload that a module is a part of, without being all of it."""
+    inside = {id(part) for part in module.modules()}
+    for part in module.modules():
+        hook = part.__dict__.get("_hf_hook")
+        for own in hook.hooks if isinstance(hook, SequentialHook) else [hook]:
+            if isinstance(own, (RootHook, UnitHook)) and id(own.schedule.component.module) not in inside:
+                return own.schedule.name
+    return None
+
+
 def refuse_gradients(schedule: Schedule, args: Any, kwargs: Any) -> None:
     """Raises when a graph would be built: its backward would read slots that hold other weights by then.
 
@@ -169,11 +198,15 @@ def uninstall(schedule: Schedule) -> None:
 
 def remove_own(module: nn.Module, schedule: Schedule) -> None:
     """Removes our hook from one module, keeping other hooks that were chained with it."""
+    _remove(module, lambda hook: isinstance(hook, (RootHook, UnitHook)) and hook.schedule is schedule)
+
+
+def _remove(module: nn.Module, is_own: Callable[[object], bool]) -> None:
     hook = module.__dict__.get("_hf_hook")
-    if _is_own(hook, schedule):
+    if is_own(hook):
         remove_hook_from_module(module)
-    elif isinstance(hook, SequentialHook) and any(_is_own(h, schedule) for h in hook.hooks):
-        others = [h for h in hook.hooks if not _is_own(h, schedule)]
+    elif isinstance(hook, SequentialHook) and any(is_own(h) for h in hook.hooks):
+        others = [h for h in hook.hooks if not is_own(h)]
         remove_hook_from_module(module)
         for other in others:
             add_hook_to_module(module, other, append=True)
@@ -181,7 +214,3 @@ def remove_own(module: nn.Module, schedule: Schedule) -> None:
     if getattr(forward, "__func__", None) is type(module).forward and "_hf_hook" not in module.__dict__:
         # accelerate restores the method as an instance attribute; an ordinary module has none.
         del module.__dict__["forward"]
-
-
-def _is_own(hook: object, schedule: Schedule) -> bool:
-    return isinstance(hook, (RootHook, UnitHook)) and hook.schedule is schedule

@@ -1,4 +1,4 @@
-"""Measures a pass: for each unit use, when its weights were awaited, when it started, and when it ended.
+"""Counts passes and measures them: when each unit's weights were awaited, when it started, and when it ended.
 
 Marks are timing events on the caller's stream (the wall clock on a CPU). They are read once they are all past, never
 waited for, so measuring doesn't synchronise the host.
@@ -6,9 +6,21 @@ waited for, so measuring doesn't synchronise the host.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from .transfer import Transfer
+
+
+@dataclasses.dataclass
+class Counters:
+    """What a schedule has seen: passes, group uses found loaded or loading (hits), loaded on demand (misses),
+    and prefetched groups dropped unused."""
+
+    passes: int = 0
+    hits: int = 0
+    misses: int = 0
+    dropped: int = 0
 
 
 class PassTimer:

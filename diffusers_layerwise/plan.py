@@ -44,6 +44,7 @@ class ComponentSpec:
         order (`tuple[int]`): Positions in `units`, one for each use in a pass, with repeats.
         busy (`tuple[float]`, *optional*): For each use, seconds from its weights' arrival to its module's end.
         gap (`tuple[float]`, *optional*): For each use, seconds from there to the next use's start.
+        unselected (`bool`): The user didn't name it: resident when it fits, else offloaded as a whole.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ComponentSpec:
     config: LayerwiseOffloadConfig = dataclasses.field(default_factory=LayerwiseOffloadConfig)
     busy: tuple[float, ...] | None = None
     gap: tuple[float, ...] | None = None
+    unselected: bool = False
 
     @property
     def size(self) -> int:

@@ -23,7 +23,7 @@ def indexed(device: torch.device) -> torch.device:
         return torch.device(device.type) if device.type == "cpu" else device
     module = torch.get_device_module(device)
     ready = getattr(module, "is_initialized", lambda: True)()
-    return torch.device(device.type, module.current_device() if ready else 0)
+    return torch.device(device.type, getattr(module, "current_device", int)() if ready else 0)
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -25,9 +25,6 @@ MEASURED_PASSES = 2
 WORTHWHILE = 0.98
 #: Without a budget, this share of the free memory is left alone (other processes, fragmentation).
 MARGIN = 0.05
-#: The default activation reserve of a pipeline, until activations are planned or measured: a tenth, at most 2 GiB.
-RESERVE_SHARE = 10
-RESERVE_MOST = 2 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,19 +89,15 @@ class Runtime:
         return [schedule.spec() for schedule in self.schedules]
 
     def _request(self) -> Request:
-        budget = self.terms.budget if self.terms.budget is not None else self._free
-        reserve = self.terms.reserve or 0
-        if budget is not None and self.terms.reserve is None and self.terms.has_calls:
-            reserve = min(budget // RESERVE_SHARE, RESERVE_MOST)
         learned = all(schedule.used for schedule in self.schedules if schedule.groups)
         return Request(
             self.terms.mode,
-            None if budget is None else budget - reserve,
-            reserve,
+            self.terms.budget if self.terms.budget is not None else self._free,
+            self.terms.reserve if self.terms.has_calls else self.terms.reserve or 0,
             self.terms.residency,
             self.link or Link(),
             tuple(sorted(self._together, key=sorted)),
-            provisional=not learned or (self.terms.budget is None and self._free is None),
+            provisional=not learned or (self.terms.budget is None and self.transfer.pid is None),
         )
 
     def _make_plan(self) -> OffloadPlan:
@@ -185,6 +178,17 @@ class Runtime:
         if self.ring is not None:
             self.ring.recover()
 
+    def give_up(self, schedule: Schedule) -> None:
+        """Another handle takes this component: its weights go to the host, and the plan is made for the others."""
+        with self.lock:
+            self.recover()
+            schedule.leave()
+            self.schedules.remove(schedule)
+            self._log = [s for s in self._log if s is not schedule]
+            self._previous = [s for s in self._previous if s is not schedule]
+            self._together = set()
+            self._adopt(self._make_plan(), self.schedules)
+
     def release(self) -> None:
         """Gives all device memory back until the next pass. Idempotent."""
         with self.lock:
@@ -227,6 +231,8 @@ class Runtime:
         self._learn(schedule)
         self._make_room(schedule)
         schedule.enter()
+        if self.ring is not None:
+            self.ring.open()
         if schedule.groups and self._measured.get(schedule, 0) < MEASURED_PASSES:
             schedule.timer = PassTimer(self.transfer)
         schedule.begin_pass()

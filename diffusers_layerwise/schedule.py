@@ -7,7 +7,6 @@ the end of the pass. A wrong guess costs time, never correctness: what isn't the
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections.abc import Callable, Sequence
 
@@ -15,8 +14,9 @@ from .config import LayerwiseOffloadConfig
 from .discovery import Component, Unit
 from .group import Group, GroupState
 from .host import HostStore
-from .measure import PassTimer
-from .plan import Choice, ComponentPlan, ComponentSpec, UnitSpec, group_uses
+from .measure import Counters, PassTimer
+from .plan import Choice, ComponentPlan, ComponentSpec, group_uses
+from .specs import positions, unit_specs
 from .transfer import Account, Ring, Transfer
 
 #: A group use whose end isn't known from an earlier pass ends when the next group is used.
@@ -30,17 +30,6 @@ class PassState(enum.Enum):
     OPEN = "open"
 
 
-@dataclasses.dataclass
-class Counters:
-    """What a schedule has seen: passes, group uses found loaded or loading (hits), loaded on demand (misses),
-    and prefetched groups dropped unused."""
-
-    passes: int = 0
-    hits: int = 0
-    misses: int = 0
-    dropped: int = 0
-
-
 class Schedule:
     """Streams one component.
 
@@ -50,6 +39,7 @@ class Schedule:
         transfer (`Transfer`): The device.
         choice (`Choice`): What becomes of the component.
         config (`LayerwiseOffloadConfig`): Its options.
+        unselected (`bool`): The user didn't name it.
     """
 
     def __init__(
@@ -59,6 +49,7 @@ class Schedule:
         transfer: Transfer,
         choice: Choice,
         config: LayerwiseOffloadConfig,
+        unselected: bool = False,
     ) -> None:
         self.component = component
         self.name = component.name
@@ -66,6 +57,7 @@ class Schedule:
         self.transfer = transfer
         self.choice = choice
         self.config = config
+        self.unselected = unselected
         self.state = PassState.IDLE
         self.counters = Counters()
         self.account = Account()
@@ -97,24 +89,18 @@ class Schedule:
     # ------------------------------------------------------------------ plan
     def spec(self) -> ComponentSpec:
         """This component as a plan sees it: units in execution order, with measured times if there are any."""
-        at = {unit.index: position for position, unit in enumerate(self.sequence)}
-        chunks: dict[int, int] = {}
-        units = []
-        for unit in self.sequence:
-            place = self.store.place(unit)
-            chunk = -1 if place is None else chunks.setdefault(id(place.chunk), len(chunks))
-            units.append(UnitSpec(unit.name, unit.layer, unit.size, chunk))
         busy, gap = self.times if self.times is not None else (None, None)
         return ComponentSpec(
             self.name,
-            tuple(units),
-            tuple(at[index] for index in self.order),
+            unit_specs(self.sequence, self.store),
+            positions(self.order, self.sequence),
             self.component.fixed_size,
             self.component.weights,
             self.choice,
             self.config,
             busy,
             gap,
+            self.unselected,
         )
 
     def adopt(self, plan: ComponentPlan, ring: Ring | None) -> None:
@@ -146,12 +132,12 @@ class Schedule:
         self.store.pack(unit for unit in self.sequence if unit.index in self.used)
 
     def _expect(self, order: Sequence[int]) -> None:
-        at = {unit.index: i for i, unit in enumerate(u for group in self.groups for u in group.units)}
+        units = [unit for group in self.groups for unit in group.units]
         runs, start = [], 0
         for group in self.groups:
             runs.append((start, start + len(group.units)))
             start += len(group.units)
-        self._expected = [(self.groups[g], b - a) for g, a, b in group_uses([at[i] for i in order], runs)]
+        self._expected = [(self.groups[g], b - a) for g, a, b in group_uses(positions(order, units), runs)]
         self._rewind()
 
     def _rewind(self) -> None:

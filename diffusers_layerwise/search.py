@@ -1,29 +1,27 @@
-"""From component specs and a budget to a plan: a search over group size, slots and residents. Pure.
-
-The largest streamed component decides the ring; the others cut their groups to fit its slots.
-"""
+"""From component specs and a budget to a plan: a search over rings and residents. Pure."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from .config import Mode, Placement, Residency, format_bytes, parse_bytes
+from .config import Mode, Placement, Residency, format_bytes
 from .placement import place, refine
 from .plan import Choice, ComponentPlan, ComponentSpec, GroupPlan, OffloadPlan, cut
-from .simulate import Link, Timeline, simulate, timeline
-from .tensors import ALIGNMENT, align
+from .rings import MIB, RingShape, candidates, runs_of, sizes_of, smallest_ring
+from .simulate import Link, simulate, timeline
+from .tensors import ALIGNMENT
 
-MIB = 1 << 20
-#: Group sizes worth trying on top of the component's own unit and layer sizes.
-GROUP_SIZES = (16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB)
-SLOT_COUNTS = (1, 2, 3, 4, 6, 8)
 #: Candidates that are refined by simulation after a first ranking.
 FINALISTS = 3
 #: Pieces in which a component that stays whole is loaded, so that its copies overlap with its own first pass.
 WHOLE_PIECE = 256 * MIB
+#: The default activation reserve of a pipeline, until activations are planned or measured: a tenth, at most 2 GiB.
+RESERVE_SHARE = 10
+RESERVE_MOST = 2 << 30
+_UNLIMITED = 1 << 62
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,47 +29,49 @@ class Request:
     """All that a plan depends on besides the components.
 
     Args:
-        budget (`int`, *optional*): Device bytes for weights, the reserve taken off already. None: no limit known.
+        total (`int`, *optional*): All device bytes that may be used. None: no limit known.
+        reserve (`int`, *optional*): Bytes of it for activations; None takes the default share.
         residency (`Residency`): How long resident groups stay, unless a component's config says otherwise.
         together (`Sequence[frozenset[str]]`): Components that alternate within a step share the budget.
     """
 
     mode: Mode
-    budget: int | None
-    reserve: int = 0
+    total: int | None
+    reserve: int | None = 0
     residency: Residency = Residency.USE
     link: Link = dataclasses.field(default_factory=Link)
     together: tuple[frozenset[str], ...] = ()
     provisional: bool = True
 
-
-@dataclasses.dataclass(frozen=True)
-class _Ring:
-    """A ring to try: groups are cut to `limit` bytes; where `small` is set, larger ones are resident, not streamed."""
-
-    slot_bytes: int
-    count: int
-    limit: int | None
-    small: bool = False
+    @property
+    def reserved(self) -> int:
+        """Bytes for activations."""
+        if self.reserve is not None:
+            return self.reserve
+        return 0 if self.total is None else min(self.total // RESERVE_SHARE, RESERVE_MOST)
 
     @property
-    def largest(self) -> int | None:
-        """Bytes above which a group must be resident, or None when it may take several slots."""
-        return self.slot_bytes if self.small else None
+    def budget(self) -> int | None:
+        """Bytes for weights."""
+        return None if self.total is None else self.total - self.reserved
 
-    @property
-    def nbytes(self) -> int:
-        return self.slot_bytes * self.count + ALIGNMENT if self.count else 0
+    def total_for(self, weights: int) -> int:
+        """The smallest total that leaves `weights` bytes for weights."""
+        if self.reserve is not None:
+            return weights + self.reserve
+        total = weights + weights // (RESERVE_SHARE - 1)
+        while total - total // RESERVE_SHARE < weights:
+            total += 1
+        return min(total, weights + RESERVE_MOST)
 
 
-def smallest_peak(specs: Sequence[ComponentSpec], request: Request) -> int:
-    """The least device bytes that any plan for these components takes: one slot for the largest unit, nothing resident.
+def smallest_peak(specs: Sequence[ComponentSpec]) -> int:
+    """The least device bytes of weights that any plan for these components takes.
 
-    Whole components (`resident`, `offload`) count in full.
+    The smallest ring that their options allow, nothing resident that needn't be; whole components count in full.
     """
-    streamed = [s for s in specs if s.choice is Choice.LAYERWISE]
-    unit = max((s.largest_unit for s in streamed), default=0)
-    ring = align(unit) + ALIGNMENT if unit else 0
+    streamed = _streamed(specs)
+    ring = smallest_ring(streamed).nbytes if streamed else 0
     return ring + _set_aside(specs) + _whole_in_use(specs)
 
 
@@ -85,34 +85,67 @@ def make_plan(specs: Sequence[ComponentSpec], request: Request) -> OffloadPlan:
     Raises:
         torch.OutOfMemoryError: No plan fits the budget; the message says the smallest that works.
     """
-    budget = request.budget
-    least = smallest_peak(specs, request)
-    if budget is not None and least > budget:
-        raise torch.OutOfMemoryError(
-            f"A memory budget of {format_bytes(budget + request.reserve)} (of which {format_bytes(request.reserve)} "
-            f"are reserved for activations) can't hold the largest module and what must stay resident: the smallest "
-            f"budget that works is {least + request.reserve} bytes ({format_bytes(least + request.reserve)}). Pass "
-            f"memory_budget={least + request.reserve} or more, or a smaller config['activation_reserve']."
-        )
-    if request.mode in (Mode.AUTO, Mode.SPEED) and _all_fit(specs, budget):
-        return _plan(specs, request, _Ring(0, 0, WHOLE_PIECE), all_resident=True)
-    streamed = [s for s in specs if s.choice is Choice.LAYERWISE and s.units]
-    if not streamed:
-        return _plan(specs, request, _Ring(0, 0, WHOLE_PIECE))
-    main = max(streamed, key=lambda s: s.size)
-    ring = _best_ring(main, streamed, specs, request)
-    return _plan(specs, request, ring)
+    specs = _settle(specs, request)
+    least = smallest_peak(specs)
+    if request.budget is not None and least > request.budget:
+        raise _too_small(request, least, "the largest module and what must stay resident")
+    if request.mode in (Mode.AUTO, Mode.SPEED) and _all_fit(specs, request.budget):
+        return _plan(specs, request, RingShape(0, 0, WHOLE_PIECE), all_resident=True)
+    streamed = _streamed(specs)
+    ring = _best_ring(streamed, specs, request) if streamed else RingShape(0, 0, WHOLE_PIECE)
+    plan = _plan(specs, request, ring)
+    _check_explicit(specs, plan, request)
+    return plan
+
+
+def _streamed(specs: Sequence[ComponentSpec]) -> list[ComponentSpec]:
+    return [s for s in specs if s.choice is Choice.LAYERWISE and s.units]
+
+
+def _settle(specs: Sequence[ComponentSpec], request: Request) -> list[ComponentSpec]:
+    """Components that nobody selected become resident when that fits the budget, else they are offloaded as a whole."""
+    if request.budget is None or not any(s.unselected for s in specs):
+        return list(specs)
+    resident = [dataclasses.replace(s, choice=Choice.RESIDENT) if s.unselected else s for s in specs]
+    return resident if smallest_peak(resident) <= request.budget else list(specs)
+
+
+def _too_small(request: Request, least: int, what: str) -> torch.OutOfMemoryError:
+    total, need = request.total or 0, request.total_for(least)
+    return torch.OutOfMemoryError(
+        f"A memory budget of {format_bytes(total)} (of which {format_bytes(request.reserved)} are reserved for "
+        f"activations) can't hold {what}: the smallest budget that works is {need} bytes ({format_bytes(need)}). Pass "
+        f"memory_budget={need} or more, or a smaller config['activation_reserve']."
+    )
+
+
+def _check_explicit(specs: Sequence[ComponentSpec], plan: OffloadPlan, request: Request) -> None:
+    """An explicit number of resident groups is kept, or refused; never made smaller silently.
+
+    Raises:
+        torch.OutOfMemoryError: It doesn't fit the budget.
+    """
+    if request.budget is None or all(s.config.resident is None for s in specs):
+        return
+    free = _plan(specs, dataclasses.replace(request, total=None), _ring_of(plan))
+    for component in plan.components:
+        if component.resident_bytes < free.component(component.name).resident_bytes:
+            what = f"the resident groups that config['resident'] asks for in {component.name!r}"
+            raise _too_small(request, free.peak_bytes, what)
+
+
+def _ring_of(plan: OffloadPlan) -> RingShape:
+    return RingShape(plan.slot_bytes, plan.slots, plan.slot_bytes or WHOLE_PIECE)
 
 
 def _set_aside(specs: Sequence[ComponentSpec]) -> int:
     """Bytes that are held whoever runs: fixed weights of all, and whole resident components."""
-    fixed = sum(s.fixed + ALIGNMENT for s in specs if s.fixed and s.choice is not Choice.SKIP)
+    fixed = sum(s.fixed + ALIGNMENT for s in specs if s.fixed)
     return fixed + sum(_whole(s) for s in specs if s.choice is Choice.RESIDENT)
 
 
 def _whole(spec: ComponentSpec) -> int:
-    runs = cut(spec.units, WHOLE_PIECE)
-    return spec.size + ALIGNMENT * len(runs)
+    return spec.size + ALIGNMENT * len(cut(spec.units, WHOLE_PIECE))
 
 
 def _whole_in_use(specs: Sequence[ComponentSpec]) -> int:
@@ -129,160 +162,108 @@ def _all_fit(specs: Sequence[ComponentSpec], budget: int | None) -> bool:
 
 
 # ---------------------------------------------------------------------- the ring
-def _best_ring(
-    main: ComponentSpec, streamed: Sequence[ComponentSpec], specs: Sequence[ComponentSpec], request: Request
-) -> _Ring:
-    scored: list[tuple[float, int, _Ring]] = []
-    fallback: _Ring | None = None
-    for ring in _candidates(main, streamed, request):
-        room = _room(specs, request, ring)
-        if room is not None and room < 0:
-            continue
-        if ring.small and any(_forced(s, ring) > _share(s, room, request) for s in streamed):
+def _best_ring(streamed: Sequence[ComponentSpec], specs: Sequence[ComponentSpec], request: Request) -> RingShape:
+    main = max(streamed, key=lambda s: s.size)
+    scored: list[tuple[float, int, RingShape]] = []
+    for ring in candidates(streamed, request.mode):
+        if not _fits(ring, streamed, specs, request):
             continue
         if request.mode in (Mode.MEMORY, Mode.MANUAL):
             return ring
-        fallback = fallback or ring
-        step = _score(main, ring, room, request)
-        scored.append((step, ring.nbytes, ring))
+        scored.append((_score(main, ring, specs, request), ring.nbytes, ring))
     scored.sort(key=lambda item: item[:2])
-    best: tuple[float, int, _Ring] | None = None
-    for _, _, ring in scored[:FINALISTS]:
-        step = _component(main, ring, _room(specs, request, ring), request).step or 0.0
+    best: tuple[float, int, RingShape] | None = None
+    for score, _, ring in scored[:FINALISTS]:
+        refined = _component(main, ring, specs, request).step
+        step = score if refined is None else refined
         if best is None or (step, ring.nbytes) < best[:2]:
             best = (step, ring.nbytes, ring)
-    if best is not None:
-        return best[2]
-    largest = align(max(s.largest_unit for s in streamed))
-    return fallback or _Ring(largest, 1, largest)
+    return smallest_ring(streamed) if best is None else best[2]
 
 
-def _candidates(main: ComponentSpec, streamed: Sequence[ComponentSpec], request: Request) -> Iterator[_Ring]:
-    """Rings worth trying, the preferred one first; each is large enough for every component's largest group."""
-    config = main.config
-    unit = max(s.largest_layer_unit for s in streamed)
-    sizes = _slot_sizes(main, unit, request)
-    counts: tuple[int, ...] = SLOT_COUNTS
-    if config.prefetch is not None:
-        counts = (0,)
-    elif request.mode is Mode.MEMORY:
-        counts = (2, 1)
-    elif request.mode is Mode.MANUAL:
-        counts = (2,) if config.group_size == "layer" else (4,)
-    for size, limit in sizes:
-        for wanted in counts:
-            count = wanted or _ahead(config.prefetch, size) + 1
-            largest = max(b for s in streamed for b in _sizes(s, cut(s.units, limit)))
-            yield _Ring(size, max(count, -(-largest // size)), limit)
-            if largest > size and request.mode in (Mode.AUTO, Mode.SPEED):
-                yield _Ring(size, count, limit, small=True)
-    if request.mode is not Mode.MANUAL:
-        largest = align(max(s.largest_unit for s in streamed))
-        yield _Ring(largest, 1, largest)
+def _fits(ring: RingShape, streamed: Sequence[ComponentSpec], specs: Sequence[ComponentSpec], request: Request) -> bool:
+    room = _room(specs, request, ring)
+    if room is not None and room < 0:
+        return False
+    return not ring.small or all(_forced(s, ring) <= _share(s, specs, request, ring) for s in streamed)
 
 
-def _ahead(prefetch: int | str | None, slot_bytes: int) -> int:
-    """Slots beyond the one in use: a number of groups, or as many as the bytes take."""
-    if isinstance(prefetch, str):
-        return max(1, parse_bytes(prefetch, "config.prefetch") // slot_bytes)
-    return prefetch or 0
-
-
-def _slot_sizes(main: ComponentSpec, unit: int, request: Request) -> list[tuple[int, int | None]]:
-    """(slot bytes, cut limit) pairs."""
-    config = main.config
-    layer = max(_sizes(main, cut(main.units, None)), default=unit)
-    if config.group_size == "layer":
-        return [(align(layer), None)]
-    if isinstance(config.group_size, int):
-        return [(align(config.group_size), align(config.group_size))]
-    if request.mode is Mode.MEMORY:
-        return [(align(unit), align(unit))]
-    default = min(max(align(unit), 64 * MIB), max(align(unit), align(main.size // 16)))
-    if request.mode is Mode.MANUAL:
-        return [(default, default)]
-    own = {align(unit), align(unit // 2), align(unit // 4), align(2 * unit)}
-    own |= {align(main.size // 32), align(main.size // 64)}
-    fitting = {size for size in GROUP_SIZES if unit // 4 <= size <= main.size // 8}
-    found = sorted(size for size in own | fitting | {align(layer)} if size <= main.size)
-    found = [size for size in found if size * 512 >= main.size] or found
-    return [(size, size) for size in [default, *(size for size in found if size != default)]]
-
-
-def _forced(spec: ComponentSpec, ring: _Ring) -> int:
+def _forced(spec: ComponentSpec, ring: RingShape) -> int:
     """Device bytes of a component's groups that are too large for a ring of small slots."""
-    sizes = _sizes(spec, cut(spec.units, ring.limit))
+    sizes = sizes_of(spec, runs_of(spec, ring.limit))
     return sum(size + ALIGNMENT for size in sizes if size > ring.slot_bytes)
 
 
-def _room(specs: Sequence[ComponentSpec], request: Request, ring: _Ring) -> int | None:
-    """Bytes left for resident groups of the components in use; negative when the ring doesn't fit."""
+def _room(specs: Sequence[ComponentSpec], request: Request, ring: RingShape) -> int | None:
+    """Bytes left for resident groups; negative when the ring and whole components don't fit."""
     if request.budget is None:
         return None
     room = request.budget - ring.nbytes - _set_aside(specs)
     return room if room >= _whole_in_use(specs) else -1
 
 
-def _score(main: ComponentSpec, ring: _Ring, room: int | None, request: Request) -> float:
-    runs = cut(main.units, ring.limit)
-    sizes = _sizes(main, runs)
+def _score(main: ComponentSpec, ring: RingShape, specs: Sequence[ComponentSpec], request: Request) -> float:
+    runs = runs_of(main, ring.limit)
+    sizes = sizes_of(main, runs)
     line = timeline(main, runs, request.link)
-    resident = place(line, sizes, _share(main, room, request), Placement.STALL, None, ring.largest)
+    budget = _share(main, specs, request, ring)
+    resident = place(line, sizes, budget, Placement.STALL, None, ring.largest)
     return simulate(line, sizes, resident, ring.slot_bytes, ring.count, request.link).step
 
 
 # ---------------------------------------------------------------------- the components
-def _plan(specs: Sequence[ComponentSpec], request: Request, ring: _Ring, all_resident: bool = False) -> OffloadPlan:
-    room = _room(specs, request, ring)
+def _plan(specs: Sequence[ComponentSpec], request: Request, ring: RingShape, all_resident: bool = False) -> OffloadPlan:
     if all_resident:
         planned = [_whole_plan(s, request, Residency.LASTING) for s in specs]
     else:
-        planned = [_component(s, ring, room, request) for s in specs]
-    streams = any(c.largest_streamed for c in planned)
+        planned = [_component(s, ring, specs, request) for s in specs]
+    streams = any(_uses_ring(s, c) for s, c in zip(specs, planned, strict=True))
     return OffloadPlan(
         request.mode,
         tuple(planned),
         ring.slot_bytes if streams else 0,
         ring.count if streams else 0,
         request.budget,
-        request.reserve,
+        request.reserved,
         request.together,
         request.provisional,
     )
 
 
-def _component(spec: ComponentSpec, ring: _Ring, room: int | None, request: Request) -> ComponentPlan:
-    if spec.choice is Choice.SKIP:
-        return ComponentPlan(spec.name, spec.choice, (), 0, spec.weights, request.residency)
+def _uses_ring(spec: ComponentSpec, component: ComponentPlan) -> bool:
+    """Whether a group streams that is used: units that no pass has used so far need no ring."""
+    used = set(spec.order)
+    return any(not g.resident and any(u in used for u in range(g.start, g.stop)) for g in component.groups)
+
+
+def _component(spec: ComponentSpec, ring: RingShape, specs: Sequence[ComponentSpec], request: Request) -> ComponentPlan:
     if spec.choice is not Choice.LAYERWISE:
         lasting = Residency.LASTING if spec.choice is Choice.RESIDENT else Residency.USE
         return _whole_plan(spec, request, lasting)
-    limit = ring.limit if spec.config.group_size != "layer" else None
-    runs = cut(spec.units, limit)
-    sizes = _sizes(spec, runs)
+    runs = runs_of(spec, ring.limit)
+    sizes = sizes_of(spec, runs)
     line = timeline(spec, runs, request.link)
-    budget = _resident_budget(spec, sizes, room, request)
+    budget = _resident_budget(spec, sizes, _share(spec, specs, request, ring), request)
     most = spec.config.resident if isinstance(spec.config.resident, int) else None
     resident = place(line, sizes, budget, spec.config.placement, most, ring.largest)
     step: float | None = None
-    if spec.busy is not None:
-        step = simulate(line, sizes, resident, ring.slot_bytes, ring.count, request.link).step
-        if request.mode in (Mode.AUTO, Mode.SPEED) and spec.config.placement is Placement.STALL:
-            shape = (ring.slot_bytes, ring.count)
+    if spec.busy is not None and ring.count:
+        shape = (ring.slot_bytes, ring.count)
+        if request.mode in (Mode.AUTO, Mode.SPEED) and spec.config.placement is Placement.STALL and most is None:
             resident, outcome = refine(line, sizes, resident, budget, shape, request.link)
             step = outcome.step
-    return ComponentPlan(
-        spec.name, spec.choice, _groups(spec, runs, resident), spec.fixed, spec.weights, _residency(spec, request), step
-    )
+        else:
+            step = simulate(line, sizes, resident, *shape, request.link).step
+    groups = _groups(spec, runs, sizes, resident)
+    return ComponentPlan(spec.name, spec.choice, groups, spec.fixed, spec.weights, _residency(spec, request), step)
 
 
 def _residency(spec: ComponentSpec, request: Request) -> Residency:
     return spec.config.residency or request.residency
 
 
-def _resident_budget(spec: ComponentSpec, sizes: Sequence[int], room: int | None, request: Request) -> int:
+def _resident_budget(spec: ComponentSpec, sizes: Sequence[int], available: int, request: Request) -> int:
     """Bytes for this component's resident groups: its share of the room, or what its config says."""
-    available = _share(spec, room, request)
     wanted = spec.config.resident
     if wanted is None:
         return 0 if request.mode in (Mode.MEMORY, Mode.MANUAL) else available
@@ -291,30 +272,36 @@ def _resident_budget(spec: ComponentSpec, sizes: Sequence[int], room: int | None
     return available
 
 
-def _share(spec: ComponentSpec, room: int | None, request: Request) -> int:
-    """A component's part of the room: all of it, unless it alternates with others within a step."""
+def _share(spec: ComponentSpec, specs: Sequence[ComponentSpec], request: Request, ring: RingShape) -> int:
+    """A component's part of the room for resident groups.
+
+    What lasts is held at the same time as everything else, so it takes a part in proportion to its bytes. The rest
+    takes turns: all that is left, unless a component alternates with others within a step.
+    """
+    room = _room(specs, request, ring)
     if room is None:
-        return 1 << 62
+        return _UNLIMITED
+    lasting = [s for s in _streamed(specs) if _residency(s, request) is Residency.LASTING]
+    total = max(1, sum(s.size for s in _streamed(specs)))
+    if spec in lasting:
+        return room * spec.size // total if len(_streamed(specs)) > 1 else room
+    room -= sum(room * s.size // total for s in lasting)
     others = next((names for names in request.together if spec.name in names), None)
     return room // len(others) if others else room
 
 
 def _whole_plan(spec: ComponentSpec, request: Request, residency: Residency) -> ComponentPlan:
-    if spec.choice is Choice.SKIP:
-        return ComponentPlan(spec.name, spec.choice, (), 0, spec.weights, residency)
     runs = cut(spec.units, WHOLE_PIECE)
-    groups = _groups(spec, runs, [True] * len(runs))
+    groups = _groups(spec, runs, sizes_of(spec, runs), [True] * len(runs))
     kept = spec.config.residency or residency
     return ComponentPlan(spec.name, spec.choice, groups, spec.fixed, spec.weights, kept)
 
 
-def _sizes(spec: ComponentSpec, runs: Sequence[tuple[int, int]]) -> list[int]:
-    return [sum(unit.size for unit in spec.units[a:b]) for a, b in runs]
-
-
-def _groups(spec: ComponentSpec, runs: Sequence[tuple[int, int]], resident: Sequence[bool]) -> tuple[GroupPlan, ...]:
+def _groups(
+    spec: ComponentSpec, runs: Sequence[tuple[int, int]], sizes: Sequence[int], resident: Sequence[bool]
+) -> tuple[GroupPlan, ...]:
     found = []
-    for (start, stop), size, kept in zip(runs, _sizes(spec, runs), resident, strict=True):
+    for (start, stop), size, kept in zip(runs, sizes, resident, strict=True):
         first, last = spec.units[start].name, spec.units[stop - 1].name
         name = first if stop - start == 1 else f"{first} .. {last}"
         found.append(GroupPlan(name, start, stop, size, kept))
@@ -325,8 +312,8 @@ def steady_step(spec: ComponentSpec, plan: OffloadPlan, link: Link) -> float:
     """The predicted seconds of a pass under a plan that exists already, with the spec's measured times."""
     component = plan.component(spec.name)
     runs = [(group.start, group.stop) for group in component.groups]
-    line: Timeline = timeline(spec, runs, link)
+    line = timeline(spec, runs, link)
     sizes, resident = [g.size for g in component.groups], [g.resident for g in component.groups]
-    if all(resident):
+    if all(resident[group] for group in line.groups):
         return line.compute
     return simulate(line, sizes, resident, plan.slot_bytes, plan.slots, link).step

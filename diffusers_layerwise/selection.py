@@ -67,9 +67,14 @@ def select(
         if mode is Mode.MANUAL:
             raise ValueError(f"mode='manual' needs components=[...]: names or groups among {names + list(PRECEDENCE)}.")
         components = ["all"]
+    items = _items(components)
+    if not items:
+        raise ValueError(f"components={components!r} selects nothing; pass None for all, or some of {names}.")
+    if all(word.startswith("!") for word, _ in items):
+        items = [("all", "layerwise"), *items]
     chosen: dict[str, tuple[int, Choice, LayerwiseOffloadConfig, bool]] = {}
     excluded: set[str] = set()
-    for word, value in _items(components):
+    for word, value in items:
         matches, rank = _matches(word, names)
         if word.startswith("!"):
             excluded.update(matches)
@@ -109,7 +114,7 @@ def _matches(word: str, names: list[str]) -> tuple[list[str], int]:
     """The names that a word means, and its rank: -1 for an exact name, else the group's place in `PRECEDENCE`."""
     bare = word.lstrip("!").strip("_")
     if bare.startswith("="):
-        return [_exact(bare[1:], names)], -1
+        return [_exact(bare[1:].strip("_"), names)], -1
     if bare in PRECEDENCE:
         return [name for name in names if in_group(name, bare)], PRECEDENCE.index(bare)
     return [_exact(bare, names)], -1

@@ -1,0 +1,136 @@
+"""A pipeline's components, looked through before anything is touched: what to stream, what not, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import platform
+from .config import LayerwiseOffloadConfig
+from .discovery import Component, discover
+from .errors import LayerwiseOffloadError
+from .hooks import outer_component
+from .plan import Choice
+from .transfer import plain_tensors
+
+Selected = dict[str, tuple[Choice, LayerwiseOffloadConfig, bool]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """One component as selected, checked. `unselected`: nobody named it, so it is resident or offloaded as a whole."""
+
+    component: Component
+    choice: Choice
+    config: LayerwiseOffloadConfig
+    unselected: bool = False
+
+
+def find_wanted(
+    modules: dict[str, nn.Module],
+    chosen: Selected,
+    options: LayerwiseOffloadConfig,
+    device: torch.device,
+    notes: list[str],
+    on_meta: set[str],
+) -> list[Wanted]:
+    """The components to hook: selected ones, then the rest as whole components.
+
+    Args:
+        modules (`dict[str, nn.Module]`): The pipeline's modules.
+        chosen (`dict`): What [`select`] made of the user's selection.
+        options (`LayerwiseOffloadConfig`): For what isn't selected.
+        device (`torch.device`): The execution device.
+        notes (`list[str]`): Gets a line for each component that a group picked and that can't be streamed.
+        on_meta (`set[str]`): Those whose weights another offload still holds back: they are checked by shape.
+
+    Raises:
+        LayerwiseOffloadError: A component named exactly can't be treated as asked.
+    """
+    wanted: list[Wanted] = []
+    seen: set[int] = set()
+    for name, module in modules.items():
+        choice, config, exact = chosen.get(name, (Choice.OFFLOAD, options, False))
+        if choice is Choice.SKIP:
+            _check_skipped(name, module, device)
+            continue
+        if id(module) in seen or (not exact and next(module.parameters(), None) is None):
+            continue
+        seen.add(id(module))
+        try:
+            wanted.append(Wanted(checked(name, module, name in on_meta), choice, config, name not in chosen))
+        except LayerwiseOffloadError as error:
+            if exact:
+                raise
+            notes.append(f"{name}: skipped: {error}")
+    return wanted
+
+
+def _check_skipped(name: str, module: nn.Module, device: torch.device) -> None:
+    """A skipped component is never moved, so it must be where it will run."""
+    elsewhere = next((t for t in [*module.parameters(), *module.buffers()] if t.device != device), None)
+    if elsewhere is not None:
+        raise LayerwiseOffloadError(
+            f"components[{name!r}] is 'skip', so its weights are never moved, but they are on {elsewhere.device} and "
+            f"the pipeline runs on {device}. Move it first (pipe.{name}.to({str(device)!r})), or use 'offload'."
+        )
+
+
+def checked(name: str, module: nn.Module, on_meta: bool = False) -> Component:
+    """A component, or an error that says why it can't be streamed."""
+    component = discover(module, name, on_meta)
+    outer = outer_component(module)
+    if outer is not None:
+        raise LayerwiseOffloadError(
+            f"{name!r} is a part of {outer!r}, which is under layerwise offload already and streams it. Take that off "
+            f"first (handle.remove() or disable_layerwise_offload()), or leave {name!r} out."
+        )
+    if not component.weights and not component.unmovable:
+        raise LayerwiseOffloadError(
+            f"{name!r} ({type(module).__name__}) has no parameters, so there is nothing to stream. Leave it out."
+        )
+    if component.unmovable:
+        more = f" and {len(component.unmovable) - 1} more" if len(component.unmovable) > 1 else ""
+        meta = any("meta device" in reason for reason in component.unmovable)
+        remedy = "Load its weights first (from_pretrained, load_state_dict)." if meta else "Leave it out of components."
+        raise LayerwiseOffloadError(f"{name!r} can't be streamed: {component.unmovable[0]}{more}. {remedy}")
+    return component
+
+
+def to_host(component: Component) -> dict[int, torch.device]:
+    """Moves weights that lie on a device to the CPU; says where each came from."""
+    homes: dict[int, torch.device] = {}
+    with plain_tensors():
+        for entry in component.entries():
+            if entry.tensor.device.type != "cpu":
+                homes[id(entry.tensor)] = entry.tensor.device
+                entry.tensor.data = entry.tensor.data.to("cpu")
+    return homes
+
+
+def read_device(device: torch.device | str | None) -> torch.device:
+    """The execution device that an argument means, with its index; the accelerator, else the CPU, when it is None.
+
+    Raises:
+        ValueError: No such device, or `meta`.
+    """
+    if device is None:
+        return platform.default_device()
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"onload_device must be a device such as 'cuda' or 'cpu', got {device!r}: {error}") from error
+    if found.type == "meta":
+        raise ValueError("onload_device can't be 'meta': nothing can be computed there.")
+    return platform.indexed(found)
+
+
+def may_be_module(name: str, value: Any) -> bool:
+    """Whether a name in the pipeline's signature can hold a module: it does, or it is empty and of no other kind."""
+    if value is not None:
+        return isinstance(value, nn.Module)
+    kinds = ("tokenizer", "scheduler", "feature_extractor", "processor", "image_processor", "watermark")
+    return not any(kind in name for kind in kinds)
