@@ -104,12 +104,13 @@ class Transfer:
     def mark(self, event: torch.Event | None) -> None:
         """Records an event on the caller's stream: it is reached when all work queued so far is done."""
         if event is not None:
-            event.record()
+            # Named, since the default is the current device's stream, which may be another device.
+            event.record(torch.accelerator.current_stream(self.device))
 
     def wait(self, event: torch.Event | None) -> None:
         """Makes the caller's stream wait for an event; the host goes on."""
         if event is not None:
-            event.wait()
+            torch.accelerator.current_stream(self.device).wait_event(event)
 
     def start_copies(self, copies: Sequence[Copy], lease: Lease, name: str, count: int) -> None:
         """Queues copies on the copy stream, behind the lease's `after` events and before its ready event."""

@@ -19,6 +19,12 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant(
+        "events are recorded on the current device's stream, whichever that is",
+        "transfer.py",
+        "            event.record(torch.accelerator.current_stream(self.device))\n\n    def wait",
+        "            event.record()\n\n    def wait",
+    ),
+    Mutant(
         "copy does not wait for the slot's free event",
         "transfer.py",
         "                    self.copy_stream.wait_event(event)\n            for target",
@@ -46,7 +52,7 @@ MUTANTS = [
     Mutant(
         "the group's ready event is not awaited",
         "group.py",
-        "        self._transfer.wait(self.lease.ready)\n",
+        "        transfer.wait(lease.ready)\n",
         "",
     ),
     Mutant(
@@ -76,14 +82,14 @@ MUTANTS = [
     Mutant(
         "a slot in use is lent again",
         "transfer.py",
-        "            if all(slot.holder is None for slot in slots):\n",
+        "            if all(slot.holder is None for slot in lease.slots):\n",
         "            if True:\n",
     ),
     Mutant(
         "the slab is filled before its memory's previous owner is done",
         "transfer.py",
-        "        for slot in self.slots:\n            self.transfer.mark(slot.free)\n\n    def lease",
-        "\n    def lease",
+        "        for slot in self.slots:\n            self.transfer.mark(slot.free)\n",
+        "",
     ),
     Mutant(
         "a resident buffer is filled before its memory's previous owner is done",
@@ -94,8 +100,8 @@ MUTANTS = [
     Mutant(
         "a resident buffer is freed while its copy is running",
         "transfer.py",
-        "        self.wait(lease.ready)\n        self.drop_buffer",
-        "        self.drop_buffer",
+        "        self.wait(lease.ready)\n        account",
+        "        account",
     ),
     Mutant(
         "the slab is freed while copies are running",
@@ -112,19 +118,19 @@ MUTANTS = [
     Mutant(
         "an edit made while the copy was queued is lost",
         "group.py",
-        "        if any(entry.tensor._version != entry.version for entry in self._entries):\n",
+        "        if binding.is_touched():\n",
         "        if False:\n",
     ),
     Mutant(
         "an edit made on the device is lost",
         "group.py",
-        "                self._keep_edit(entry)\n",
+        "                binding.keep_edits(lease)\n",
         "                pass\n",
     ),
     Mutant(
         "a replaced parameter is not noticed",
         "group.py",
-        "        if self.state is GroupState.HOST and self._edited():\n",
+        "        if binding.is_edited():\n",
         "        if False:\n",
     ),
     Mutant(
@@ -136,7 +142,7 @@ MUTANTS = [
     Mutant(
         "parameters keep pointing at the slot after their group was released",
         "group.py",
-        "            tensor.data = entry.host\n",
+        "            binding.point_home()\n",
         "            pass\n",
     ),
     Mutant(
@@ -227,7 +233,7 @@ MUTANTS = [
     Mutant(
         "views start at offset 0",
         "transfer.py",
-        "                offset = ALIGNMENT + start * self.slot_bytes\n",
-        "                offset = start * self.slot_bytes\n",
+        "        offset = ALIGNMENT + start * self.slot_bytes\n",
+        "        offset = start * self.slot_bytes\n",
     ),
 ]

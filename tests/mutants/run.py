@@ -22,7 +22,14 @@ from catalogue import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 #: The quickest tests that must notice, in the order in which they usually do.
-TESTS = ["tests/test_engine.py", "tests/test_engine_edits.py", "tests/test_runtime.py"]
+TESTS = [
+    "tests/test_engine_callers.py",
+    "tests/test_engine_edits.py",
+    "tests/test_engine_weights.py",
+    "tests/test_engine.py",
+    "tests/test_devices.py",
+    "tests/test_pipelines_on_sim.py",
+]
 TIMEOUT = 300
 
 

@@ -1,0 +1,53 @@
+"""The execution device needn't be the current one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+
+import diffusers_layerwise as dl
+import models
+
+
+@pytest.fixture
+def two(sim: ModuleType) -> Iterator[ModuleType]:
+    """Two simulated devices, the first one current."""
+    sim.configure(ndev=2)
+    sim.set_device(0)
+    yield sim
+    sim.set_device(0)
+
+
+WAYS = [{"mode": "memory"}, {"mode": "manual", "config": {"resident": 2}}, {"mode": "speed"}]
+
+
+@pytest.mark.parametrize("options", WAYS)
+def test_a_module_runs_on_a_device_that_is_not_the_current_one(two: ModuleType, options: dict[str, object]) -> None:
+    module = models.make(models.STACKS["mlp_stack"])
+    x = models.numbers(3, models.WIDTH)
+    with torch.no_grad():
+        expected = module(x)
+        with dl.apply_layerwise_offload(module, onload_device="sim:1", **options) as handle:  # type: ignore[arg-type]
+            for _ in range(5):
+                y = module(x)
+                assert y.device == torch.device("sim:1")
+                assert torch.equal(y.cpu(), expected)
+            assert two.mem(0)["allocated"] == 0
+            assert two.current_device() == 0
+            assert handle.report().device == "sim:1"
+
+
+def test_two_modules_run_on_two_devices_in_turn(two: ModuleType) -> None:
+    first, second = (models.make(models.STACKS["mlp_stack"]) for _ in range(2))
+    x = models.numbers(3, models.WIDTH)
+    with torch.no_grad():
+        expected = second(first(x))
+        with (
+            dl.apply_layerwise_offload(first, "memory", onload_device="sim:0"),
+            dl.apply_layerwise_offload(second, "memory", onload_device="sim:1"),
+        ):
+            for _ in range(4):
+                assert torch.equal(second(first(x)).cpu(), expected)
