@@ -3,7 +3,7 @@
 A unit is the smallest set of parameters that has one trigger: a module that owns parameters and has no descendant that
 owns any. Groups (see `plan.py`) are runs of units. Parameters that a module with such descendants owns itself have no
 trigger of their own (their owner runs around other units), so they stay resident while the component is in use, as do
-buffers and small units.
+buffers, small units, and modules whose weights a parent reads without calling them (see `reads.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from .errors import LayerwiseOffloadError
+from .reads import weights_read
 from .tensors import Entry, Extent, collect_extents, why_not_movable
 
 #: A unit is small when it has at most 1/64 of the largest unit's bytes, and all small ones together at most 2 % of the
@@ -115,7 +116,7 @@ def discover(module: nn.Module, name: str, allow_meta: bool = False) -> Componen
     roots = _unit_roots(module)
     paths = {id(m): path for path, m in module.named_modules()}
     entries, unmovable = _entries(module, allow_meta)
-    homes = _homes(entries, roots)
+    homes = _homes(entries, roots, _read_directly(module))
     units: list[Unit] = []
     loose = list(homes.pop(None, []))
     for root in roots:
@@ -234,8 +235,23 @@ def _entries(module: nn.Module, allow_meta: bool) -> tuple[list[Entry], list[str
     return list(found.values()), unmovable
 
 
-def _homes(entries: list[Entry], roots: list[nn.Module]) -> dict[int | None, list[Entry]]:
-    """The unit root that each entry belongs to; None for buffers, loose parameters, and ones that layers share.
+def _read_directly(module: nn.Module) -> set[int]:
+    """Ids of the modules whose weights another module reads without calling them."""
+    found: set[int] = set()
+    for parent in module.modules():
+        if _is_one_unit(parent):
+            continue
+        for name in weights_read(type(parent)):  # type: ignore[arg-type]
+            child = parent._modules.get(name)
+            stack = isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+            found.update(id(m) for m in (child.children() if stack and child is not None else [child]))
+    return found
+
+
+def _homes(entries: list[Entry], roots: list[nn.Module], resident: set[int]) -> dict[int | None, list[Entry]]:
+    """The unit root that each entry belongs to; None for what stays resident.
+
+    That is: buffers, loose parameters, those of modules in `resident`, and ones that layers share.
 
     A parameter that several unit roots hold belongs to the first one when none of them holds anything else (an
     embedding and its tied head); else it stays resident, since loading either unit would have to load both.
@@ -249,6 +265,8 @@ def _homes(entries: list[Entry], roots: list[nn.Module]) -> dict[int | None, lis
     for entry in entries:
         holders = {root_of.get(id(module)) for module, _ in entry.owners}
         first = root_of.get(id(entry.owners[0][0]))
+        if not resident.isdisjoint(id(owner) for owner, _ in entry.owners):
+            first = None
         others = holders - {first}
         alone = not others or (None not in holders and count[first] == 1 and not any(count[o] for o in others))
         homes.setdefault(first if alone and not entry.is_buffer else None, []).append(entry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -27,29 +28,21 @@ class RootHook(ModelHook):  # type: ignore[misc]
         self.runtime = runtime
         self.schedule = schedule
         self.execution_device = device
-        self.is_inside = False
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Begins a pass and moves the inputs, once, here; blocks get them where they are."""
         refuse_gradients(self.schedule, args, kwargs)
-        is_forward = bool(args or kwargs)
-        if is_forward and self.is_inside:
-            # The pass before was left by an exception: accelerate calls no post_forward then.
-            self.runtime.recover()
-        self.is_inside = self.is_inside or is_forward
         self.runtime.begin_pass(self.schedule)
         skip = getattr(module, "_skip_keys", None)
         return move_inputs(args, self.execution_device), move_inputs(kwargs, self.execution_device, skip)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Ends the pass."""
-        self.is_inside = False
         self.runtime.end_pass(self.schedule)
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Gives the weights back to the host; whoever removes this hook finds an ordinary module."""
-        self.is_inside = False
         self.runtime.recover()
         self.schedule.leave()
         return module
@@ -158,6 +151,25 @@ def install(runtime: Runtime, schedule: Schedule) -> None:
                 kind = EarlyUnitHook if module._forward_pre_hooks else UnitHook
                 add_hook_to_module(module, kind(schedule, unit, device), append=True)
     add_hook_to_module(root, _root_hook(runtime, schedule, device), append=False)
+    root.forward = _guarded(root.forward, runtime)
+
+
+def _guarded(forward: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+    """A root's `forward`, one thread at a time, that leaves everything in order when it raises.
+
+    accelerate calls no `post_forward` then.
+    """
+
+    @functools.wraps(forward)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        with runtime.lock:
+            try:
+                return forward(*args, **kwargs)
+            except BaseException:
+                runtime.recover()
+                raise
+
+    return guarded
 
 
 def _root_hook(runtime: Runtime, schedule: Schedule, device: torch.device) -> ModelHook:

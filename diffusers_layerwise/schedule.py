@@ -128,7 +128,6 @@ class Schedule:
     def pack(self) -> None:
         """Packs the units that were used, in the order of first use. Offloads all groups first."""
         self.renew()
-        self.store.pack([self._fixed_unit] if self.component.fixed and not self.in_use else [])
         self.store.pack(unit for unit in self.sequence if unit.index in self.used)
 
     def _expect(self, order: Sequence[int]) -> None:
@@ -152,11 +151,6 @@ class Schedule:
             self._horizon += 1
 
     # ------------------------------------------------------------------ use
-    @property
-    def in_use(self) -> bool:
-        """Whether the component's fixed weights are on the device."""
-        return self.fixed is not None and self.fixed.state is GroupState.READY
-
     def enter(self) -> None:
         """Starts a use: loads what stays resident whoever runs. Idempotent; renews what was replaced meanwhile."""
         if self.fixed is None:
@@ -172,6 +166,9 @@ class Schedule:
         self.drop_all()
         if self.fixed is not None:
             self.fixed.offload(None)
+            if self.used:
+                # The next use loads them with one copy. During a use they can't be packed, and a pass is during a use.
+                self.store.pack([self._fixed_unit])
 
     def renew(self) -> None:
         """Offloads every group and takes over what was edited on the host since."""

@@ -56,6 +56,8 @@ def why_not_movable(tensor: torch.Tensor, allow_meta: bool = False) -> str | Non
         return f"is a {type(tensor).__module__}.{type(tensor).__qualname__}, whose data lies in inner tensors"
     if tensor.layout is not torch.strided:
         return f"has layout {tensor.layout}"
+    if tensor.is_inference():
+        return "was made under torch.inference_mode(), so edits to it can't be noticed; load it outside of that"
     if tensor.is_quantized:
         return f"is quantised ({tensor.dtype})"
     if tensor.device.type == "meta" and not allow_meta:

@@ -32,6 +32,8 @@ TESTS = [
 ]
 TIMEOUT = 300
 
+UNCHANGED = Mutant("unchanged", "errors.py", "import difflib", "import difflib")
+
 
 def outcome(mutant: Mutant) -> tuple[bool, str]:
     """Whether the tests noticed a mutant, and by which test."""
@@ -60,6 +62,10 @@ def main() -> int:
     """Runs the mutants, two at a time."""
     wanted = [m for m in MUTANTS if not sys.argv[1:] or any(text in m.name for text in sys.argv[1:])]
     started = time.monotonic()
+    failing, how = outcome(UNCHANGED)
+    if failing or "passed" not in how:
+        print(f"the tests fail without a mutant: {how}")
+        return 1
     survived = 0
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(2, os.cpu_count() or 1)) as pool:
         for mutant, (caught, how) in zip(wanted, pool.map(outcome, wanted), strict=True):

@@ -1,0 +1,84 @@
+"""Which children's weights a module reads without calling them, found in the source of its `forward`.
+
+`F.multi_head_attention_forward(..., self.q_proj.weight)` or `torch.cdist(z, self.embedding.weight)` never run a hook on
+the child, so nothing would load it. Such children stay resident while their component is in use.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Iterator
+
+from torch import nn
+
+#: Where a call from outside enters a module; methods that these call on `self` are followed.
+ENTRIES = ("forward", "encode", "decode")
+WEIGHTS = ("weight", "bias")
+#: Attributes of a weight that don't read its data. T5 asks for `self.wo.weight.dtype` in every pass.
+HARMLESS = {"dtype", "device", "shape", "size", "dim", "ndim", "numel", "requires_grad", "is_floating_point", "type"}
+HARMLESS |= {"element_size", "is_quantized", "layout", "is_meta", "__class__"}
+#: Functions that look at a tensor without reading its data.
+LOOKS = {"isinstance", "hasattr", "type", "id"}
+
+
+@functools.cache
+def weights_read(kind: type[nn.Module]) -> frozenset[str]:
+    """Names of children whose `weight` or `bias` a class reads on its way through `forward`.
+
+    Args:
+        kind (`type`): A module class. Where its source can't be had, nothing is found.
+    """
+    found: set[str] = set()
+    waiting, seen = list(ENTRIES), set(ENTRIES)
+    while waiting:
+        method = getattr(kind, waiting.pop(), None)
+        if method is None or getattr(method, "__module__", "").startswith("torch.nn.modules.module"):
+            continue
+        for node in _nodes(method):
+            child = _weight_of(node)
+            if child is not None:
+                found.add(child)
+            called = _called_on_self(node)
+            if called is not None and called not in seen:
+                seen.add(called)
+                waiting.append(called)
+    return frozenset(found)
+
+
+def _nodes(method: object) -> Iterator[ast.AST]:
+    """All nodes of a method's source, but not the weights whose data isn't read."""
+    try:
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(method)))  # type: ignore[arg-type]
+        tree = ast.parse(source)
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Attribute) and node.attr in HARMLESS:
+            continue
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in LOOKS:
+            continue
+        yield node
+        waiting.extend(ast.iter_child_nodes(node))
+
+
+def _weight_of(node: ast.AST) -> str | None:
+    """`child` for the expressions `self.child.weight` and `self.child[...].weight`."""
+    if not isinstance(node, ast.Attribute) or node.attr not in WEIGHTS:
+        return None
+    owner = node.value.value if isinstance(node.value, ast.Subscript) else node.value
+    return _attribute_of_self(owner)
+
+
+def _called_on_self(node: ast.AST) -> str | None:
+    return _attribute_of_self(node.func) if isinstance(node, ast.Call) else None
+
+
+def _attribute_of_self(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+        return node.attr
+    return None
