@@ -55,15 +55,16 @@ class UnitHook(ModelHook):  # type: ignore[misc]
         self.schedule = schedule
         self.unit = unit
         self.execution_device = device
+        self._use, self._done = schedule.use, schedule.done
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Waits, on the device, for the unit's group."""
-        self.schedule.use(self.unit)
+        self._use(self.unit)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Tells the schedule that the unit was used."""
-        self.schedule.done(self.unit)
+        self._done(self.unit)
         return output
 
 

@@ -22,7 +22,7 @@ from .transfer import Ring, Transfer, plain_tensors
 #: Passes whose times are measured: the first, which also shows the order, and the second, with prefetch at work.
 MEASURED_PASSES = 2
 #: A new plan must be this much faster by prediction before groups are cut anew.
-WORTHWHILE = 0.98
+WORTHWHILE = 0.995
 #: Without a budget, this share of the free memory is left alone (other processes, fragmentation).
 MARGIN = 0.05
 

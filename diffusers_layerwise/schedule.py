@@ -58,7 +58,8 @@ class Schedule:
         self.choice = choice
         self.config = config
         self.unselected = unselected
-        self.state = PassState.IDLE
+        self._is_idle = True
+        self._is_settled = False
         self.counters = Counters()
         self.account = Account()
         self.timer: PassTimer | None = None
@@ -178,6 +179,7 @@ class Schedule:
 
     def drop_all(self) -> None:
         """Offloads every group. Idempotent."""
+        self._is_settled = False
         self._current = None
         for group in self.groups:
             group.offload(self.ring)
@@ -214,20 +216,26 @@ class Schedule:
         for group in self.groups:
             if group.state is not GroupState.HOST and group.outdated():
                 group.offload(self.ring)
-        self.state = PassState.OPEN
+        self._is_idle = False
         self._record = []
         self._rewind()
+        # Once its order is known and all of it is on the device, there is nothing to do for a unit until it is dropped.
+        self._is_settled = bool(self.used) and self.timer is None and all(map(_is_there, self.groups))
+        if self._is_settled:
+            return
         if self.timer is not None:
             self.timer.begin()
         self.pump()
 
     def end_pass(self) -> None:
         """Closes the pass: releases the group in use and takes over the recorded order. Idempotent."""
-        if self.state is PassState.IDLE:
+        if self._is_idle:
             return
         self._release()
-        self.state = PassState.IDLE
-        if self._record:
+        self._is_idle = True
+        if self._is_settled:
+            self.counters.passes += 1
+        elif self._record:
             self.counters.passes += 1
             self._learn(self._record)
         self._rewind()
@@ -260,20 +268,26 @@ class Schedule:
     # ------------------------------------------------------------------ the hot path
     def use(self, unit: Unit) -> None:
         """Before a unit's module runs: waits (on the device) for its group, loading it now if it wasn't prefetched."""
-        if self.state is PassState.IDLE:
+        if self._is_settled:
+            return
+        if self._is_idle:
             self.open_pass(self)
-        self._record.append(unit.index)
-        timer = self.timer
-        if timer is not None:
-            timer.before()
-        group = self._group_of[unit.index]
+        index = unit.index
+        self._record.append(index)
+        group, timer = self._group_of[index], self.timer
+        if timer is None:
+            if group is not self._current:
+                self._switch(group, unit)
+            return
+        timer.before()
         if group is not self._current:
             self._switch(group, unit)
-        if timer is not None:
-            timer.start()
+        timer.start()
 
     def done(self, unit: Unit) -> None:
         """After a unit's module ran: the last one of its group frees the group's slots."""
+        if self._is_settled:
+            return
         if self.timer is not None:
             self.timer.end()
         self._remaining -= 1
@@ -302,6 +316,11 @@ class Schedule:
         group.wait_onload()
         if self._horizon <= self._position:
             self.pump()
+
+    @property
+    def state(self) -> PassState:
+        """Whether a pass is open."""
+        return PassState.IDLE if self._is_idle else PassState.OPEN
 
     @property
     def record(self) -> list[int]:
@@ -345,7 +364,7 @@ class Schedule:
     def pump(self) -> None:
         """Queues loads in the expected order while slots are free, then those of the pass that is predicted next."""
         self._horizon = self._load_from(self._horizon)
-        if self._horizon == len(self._expected) and self.state is PassState.OPEN:
+        if self._horizon == len(self._expected) and not self._is_idle:
             successor = self.next_up(self)
             if successor is self:
                 self._load_from(0)
@@ -369,3 +388,7 @@ class Schedule:
                 break  # loaded for an earlier use of the same pass: it is loaded again once that use is over
             position += 1
         return position
+
+
+def _is_there(group: Group) -> bool:
+    return group.resident and group.state is GroupState.READY
