@@ -10,7 +10,7 @@ from diffusers.utils import logging
 from torch import nn
 
 from . import patches
-from .hooks import RootHook, remove_placed, uninstall
+from .hooks import RootHook, hooks_of, remove_placed, uninstall
 from .plan import OffloadPlan
 from .report import Report, make_report
 from .runtime import Runtime
@@ -131,8 +131,7 @@ def take_over(module: nn.Module) -> bool:
     """
     found = False
     for part in list(module.modules()):
-        hook = part.__dict__.get("_hf_hook")
-        if isinstance(hook, RootHook):
+        for hook in [h for h in hooks_of(part) if isinstance(h, RootHook)]:
             schedule = hook.schedule
             hook.runtime.give_up(schedule)
             uninstall(schedule)

@@ -113,12 +113,19 @@ def remove_placed(module: nn.Module) -> None:
     _remove(module, lambda hook: isinstance(hook, PlacedHook))
 
 
+def hooks_of(module: nn.Module) -> list[ModelHook]:
+    """All accelerate hooks of one module."""
+    hook = module.__dict__.get("_hf_hook")
+    if hook is None:
+        return []
+    return list(hook.hooks) if isinstance(hook, SequentialHook) else [hook]
+
+
 def outer_component(module: nn.Module) -> str | None:
     """The name of the component under layerwise offload that a module is a part of, without being all of it."""
     inside = {id(part) for part in module.modules()}
     for part in module.modules():
-        hook = part.__dict__.get("_hf_hook")
-        for own in hook.hooks if isinstance(hook, SequentialHook) else [hook]:
+        for own in hooks_of(part):
             if isinstance(own, (RootHook, UnitHook)) and id(own.schedule.component.module) not in inside:
                 return own.schedule.name
     return None

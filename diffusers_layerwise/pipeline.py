@@ -150,6 +150,7 @@ def _start(wanted: list[Wanted], device: torch.device, terms: Terms, notes: list
         # The host copies are new memory: look again.
         fresh = [dataclasses.replace(w, component=discover(w.component.module, w.component.name)) for w in wanted]
         runtime = _runtime(fresh, device, terms)
+    runtime.notes = notes
     for schedule in runtime.schedules:
         install(runtime, schedule)
         patches.answer_device(schedule.component.module, device)

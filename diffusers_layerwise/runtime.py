@@ -14,7 +14,7 @@ from .config import Mode, Residency
 from .errors import LayerwiseOffloadError
 from .measure import PassTimer
 from .plan import ComponentSpec, OffloadPlan
-from .schedule import PassState, Schedule
+from .schedule import Schedule
 from .search import Request, make_plan, steady_step
 from .simulate import Link
 from .transfer import Ring, Transfer, plain_tensors
@@ -65,6 +65,7 @@ class Runtime:
         self.link: Link | None = None
         self.ring: Ring | None = None
         self.stall: dict[str, float] = {}
+        self.notes: list[str] = []
         self.lock = threading.RLock()
         self._together: set[frozenset[str]] = set()
         self._active: Schedule | None = None
@@ -77,7 +78,7 @@ class Runtime:
         self._depth = 0
         self._free: int | None = None
         self._stream: Any = None
-        self.plan = self._make_plan()
+        self.plan = self._make_plan(strict=True)
         for schedule in self.schedules:
             schedule.make_slots = self._make_slots
             schedule.next_up = self._next_up
@@ -88,7 +89,7 @@ class Runtime:
     def _specs(self) -> list[ComponentSpec]:
         return [schedule.spec() for schedule in self.schedules]
 
-    def _request(self) -> Request:
+    def _request(self, strict: bool) -> Request:
         learned = all(schedule.used for schedule in self.schedules if schedule.groups)
         return Request(
             self.terms.mode,
@@ -98,10 +99,11 @@ class Runtime:
             self.link or Link(),
             tuple(sorted(self._together, key=sorted)),
             provisional=not learned or (self.terms.budget is None and self.transfer.pid is None),
+            strict=strict,
         )
 
-    def _make_plan(self) -> OffloadPlan:
-        return make_plan(self._specs(), self._request())
+    def _make_plan(self, strict: bool = False) -> OffloadPlan:
+        return make_plan(self._specs(), self._request(strict))
 
     def _adopt(self, plan: OffloadPlan, schedules: Sequence[Schedule]) -> None:
         """Puts a plan in force. Components other than `schedules` keep their groups, unless the ring changed."""
@@ -184,6 +186,7 @@ class Runtime:
             self.recover()
             schedule.leave()
             self.schedules.remove(schedule)
+            self.notes.append(f"{schedule.name}: taken over by a newer call of layerwise offload")
             self._log = [s for s in self._log if s is not schedule]
             self._previous = [s for s in self._previous if s is not schedule]
             self._together = set()
@@ -212,7 +215,7 @@ class Runtime:
         if self.terms.budget is None:
             free = platform.free_memory(self.transfer.device)
             self._free = None if free is None else int(free * (1 - MARGIN))
-            self._adopt(self._make_plan(), self.schedules)
+            self._adopt(self._make_plan(strict=True), self.schedules)
 
     # ------------------------------------------------------------------ passes
     def begin_pass(self, schedule: Schedule) -> None:
@@ -222,7 +225,7 @@ class Runtime:
         if active is not None and active is not schedule:
             active.end_pass()
             self._after_pass(active)
-        if schedule.state is PassState.OPEN:
+        if schedule.is_open:
             schedule.end_pass()
             self._after_pass(schedule)
         self._active = schedule
@@ -239,7 +242,7 @@ class Runtime:
 
     def end_pass(self, schedule: Schedule) -> None:
         """A component's root is left. Idempotent."""
-        if schedule.state is PassState.OPEN:
+        if schedule.is_open:
             schedule.end_pass()
             self._after_pass(schedule)
 

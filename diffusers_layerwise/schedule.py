@@ -7,7 +7,6 @@ the end of the pass. A wrong guess costs time, never correctness: what isn't the
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 
 from .config import LayerwiseOffloadConfig
@@ -23,13 +22,6 @@ from .transfer import Account, Ring, Transfer
 UNTIL_NEXT = 1 << 60
 
 
-class PassState(enum.Enum):
-    """Whether a component runs. `IDLE`: no group is in use. `OPEN`: one group at most is in use, others are loading."""
-
-    IDLE = "idle"
-    OPEN = "open"
-
-
 class Schedule:
     """Streams one component.
 
@@ -40,6 +32,10 @@ class Schedule:
         choice (`Choice`): What becomes of the component.
         config (`LayerwiseOffloadConfig`): Its options.
         unselected (`bool`): The user didn't name it.
+
+    Attributes:
+        is_open (`bool`): Whether a pass is open: one group at most is in use, others are loading.
+        record (`list[int]`): Unit indices used so far in the open pass, or in the last one.
     """
 
     def __init__(
@@ -58,7 +54,7 @@ class Schedule:
         self.choice = choice
         self.config = config
         self.unselected = unselected
-        self._is_idle = True
+        self.is_open = False
         self._is_settled = False
         self.counters = Counters()
         self.account = Account()
@@ -85,7 +81,7 @@ class Schedule:
         self._horizon = 0
         self._current: Group | None = None
         self._remaining = 0
-        self._record: list[int] = []
+        self.record: list[int] = []
 
     # ------------------------------------------------------------------ plan
     def spec(self) -> ComponentSpec:
@@ -216,11 +212,15 @@ class Schedule:
         for group in self.groups:
             if group.state is not GroupState.HOST and group.outdated():
                 group.offload(self.ring)
-        self._is_idle = False
-        self._record = []
+        self.is_open = True
+        self.record = []
         self._rewind()
         # Once its order is known and all of it is on the device, there is nothing to do for a unit until it is dropped.
-        self._is_settled = bool(self.used) and self.timer is None and all(map(_is_there, self.groups))
+        self._is_settled = (
+            bool(self.used)
+            and self.timer is None
+            and all(group.resident and group.state is GroupState.READY for group in self.groups)
+        )
         if self._is_settled:
             return
         if self.timer is not None:
@@ -229,20 +229,19 @@ class Schedule:
 
     def end_pass(self) -> None:
         """Closes the pass: releases the group in use and takes over the recorded order. Idempotent."""
-        if self._is_idle:
+        if not self.is_open:
             return
         self._release()
-        self._is_idle = True
-        if self._is_settled:
+        self.is_open = False
+        if self._is_settled or self.record:
             self.counters.passes += 1
-        elif self._record:
-            self.counters.passes += 1
-            self._learn(self._record)
+        if self.record:
+            self._learn(self.record)
         self._rewind()
 
     def abandon_pass(self) -> None:
         """Closes a pass that an exception cut short: what it recorded is no order. Idempotent."""
-        self._record = []
+        self.record = []
         self.timer = None
         self.end_pass()
 
@@ -270,10 +269,10 @@ class Schedule:
         """Before a unit's module runs: waits (on the device) for its group, loading it now if it wasn't prefetched."""
         if self._is_settled:
             return
-        if self._is_idle:
+        if not self.is_open:
             self.open_pass(self)
         index = unit.index
-        self._record.append(index)
+        self.record.append(index)
         group, timer = self._group_of[index], self.timer
         if timer is None:
             if group is not self._current:
@@ -297,7 +296,7 @@ class Schedule:
     def _switch(self, group: Group, unit: Unit) -> None:
         self._release()
         expected, position = self._expected, self._position
-        if len(self._record) == 1 and unit.index in self.orders and self.orders[unit.index] is not self.order:
+        if len(self.record) == 1 and unit.index in self.orders and self.orders[unit.index] is not self.order:
             self._take_order(unit.index)
             expected, position = self._expected, 0
         if position < len(expected) and expected[position][0] is group:
@@ -316,16 +315,6 @@ class Schedule:
         group.wait_onload()
         if self._horizon <= self._position:
             self.pump()
-
-    @property
-    def state(self) -> PassState:
-        """Whether a pass is open."""
-        return PassState.IDLE if self._is_idle else PassState.OPEN
-
-    @property
-    def record(self) -> list[int]:
-        """Unit indices used so far in the open pass, or in the last one."""
-        return self._record
 
     def _release(self) -> None:
         group, self._current = self._current, None
@@ -364,7 +353,7 @@ class Schedule:
     def pump(self) -> None:
         """Queues loads in the expected order while slots are free, then those of the pass that is predicted next."""
         self._horizon = self._load_from(self._horizon)
-        if self._horizon == len(self._expected) and not self._is_idle:
+        if self._horizon == len(self._expected) and self.is_open:
             successor = self.next_up(self)
             if successor is self:
                 self._load_from(0)
@@ -388,7 +377,3 @@ class Schedule:
                 break  # loaded for an earlier use of the same pass: it is loaded again once that use is over
             position += 1
         return position
-
-
-def _is_there(group: Group) -> bool:
-    return group.resident and group.state is GroupState.READY

@@ -21,6 +21,7 @@ WHOLE_PIECE = 256 * MIB
 #: The default activation reserve of a pipeline, until activations are planned or measured: a tenth, at most 2 GiB.
 RESERVE_SHARE = 10
 RESERVE_MOST = 2 << 30
+WHAT_MUST_FIT = "the largest module and what must stay resident"
 _UNLIMITED = 1 << 62
 
 
@@ -33,6 +34,8 @@ class Request:
         reserve (`int`, *optional*): Bytes of it for activations; None takes the default share.
         residency (`Residency`): How long resident groups stay, unless a component's config says otherwise.
         together (`Sequence[frozenset[str]]`): Components that alternate within a step share the budget.
+        strict (`bool`): Explicit residents that don't fit are an error. Not so when a plan in force is made anew: then
+            they are kept as far as they fit.
     """
 
     mode: Mode
@@ -42,6 +45,7 @@ class Request:
     link: Link = dataclasses.field(default_factory=Link)
     together: tuple[frozenset[str], ...] = ()
     provisional: bool = True
+    strict: bool = True
 
     @property
     def reserved(self) -> int:
@@ -59,20 +63,26 @@ class Request:
         """The smallest total that leaves `weights` bytes for weights."""
         if self.reserve is not None:
             return weights + self.reserve
-        total = weights + weights // (RESERVE_SHARE - 1)
-        while total - total // RESERVE_SHARE < weights:
-            total += 1
-        return min(total, weights + RESERVE_MOST)
+        return min(weights + (weights - 1) // (RESERVE_SHARE - 1), weights + RESERVE_MOST)
 
 
-def smallest_peak(specs: Sequence[ComponentSpec]) -> int:
+def smallest_peak(specs: Sequence[ComponentSpec], residency: Residency = Residency.USE) -> int:
     """The least device bytes of weights that any plan for these components takes.
 
-    The smallest ring that their options allow, nothing resident that needn't be; whole components count in full.
+    The smallest ring that their options allow, what they ask to be resident, whole components in full.
+
+    Args:
+        specs (`Sequence[ComponentSpec]`): The components.
+        residency (`Residency`): How long resident groups stay where a component's config doesn't say.
     """
     streamed = _streamed(specs)
-    ring = smallest_ring(streamed).nbytes if streamed else 0
-    return ring + _set_aside(specs) + _whole_in_use(specs)
+    if not streamed:
+        return _set_aside(specs) + _whole_in_use(specs)
+    ring = smallest_ring(streamed)
+    lasting = [s for s in streamed if (s.config.residency or residency) is Residency.LASTING]
+    held = sum(_asked(s, ring) for s in lasting)
+    in_use = max([0, *(_asked(s, ring) for s in streamed if s not in lasting)])
+    return ring.nbytes + _set_aside(specs) + held + max(in_use, _whole_in_use(specs))
 
 
 def make_plan(specs: Sequence[ComponentSpec], request: Request) -> OffloadPlan:
@@ -86,16 +96,15 @@ def make_plan(specs: Sequence[ComponentSpec], request: Request) -> OffloadPlan:
         torch.OutOfMemoryError: No plan fits the budget; the message says the smallest that works.
     """
     specs = _settle(specs, request)
-    least = smallest_peak(specs)
-    if request.budget is not None and least > request.budget:
-        raise _too_small(request, least, "the largest module and what must stay resident")
+    least = smallest_peak(specs, request.residency)
+    # A plan in force is only made anew: explicit residents are then kept as far as they fit.
+    if request.strict and request.budget is not None and least > request.budget:
+        raise _too_small(request, least, _streamed(specs))
     if request.mode in (Mode.AUTO, Mode.SPEED) and _all_fit(specs, request.budget):
         return _plan(specs, request, RingShape(0, 0, WHOLE_PIECE), all_resident=True)
     streamed = _streamed(specs)
     ring = _best_ring(streamed, specs, request) if streamed else RingShape(0, 0, WHOLE_PIECE)
-    plan = _plan(specs, request, ring)
-    _check_explicit(specs, plan, request)
-    return plan
+    return _plan(specs, request, ring)
 
 
 def _streamed(specs: Sequence[ComponentSpec]) -> list[ComponentSpec]:
@@ -107,35 +116,19 @@ def _settle(specs: Sequence[ComponentSpec], request: Request) -> list[ComponentS
     if request.budget is None or not any(s.unselected for s in specs):
         return list(specs)
     resident = [dataclasses.replace(s, choice=Choice.RESIDENT) if s.unselected else s for s in specs]
-    return resident if smallest_peak(resident) <= request.budget else list(specs)
+    return resident if smallest_peak(resident, request.residency) <= request.budget else list(specs)
 
 
-def _too_small(request: Request, least: int, what: str) -> torch.OutOfMemoryError:
+def _too_small(request: Request, least: int, streamed: Sequence[ComponentSpec]) -> torch.OutOfMemoryError:
     total, need = request.total or 0, request.total_for(least)
+    names = ", ".join(repr(s.name) for s in streamed if s.config.resident is not None)
+    what = f"the resident groups that config['resident'] asks for in {names}" if names else WHAT_MUST_FIT
     return torch.OutOfMemoryError(
         f"A memory budget of {format_bytes(total)} (of which {format_bytes(request.reserved)} are reserved for "
-        f"activations) can't hold {what}: the smallest budget that works is {need} bytes ({format_bytes(need)}). Pass "
-        f"memory_budget={need} or more, or a smaller config['activation_reserve']."
+        f"activations) can't hold {what}: the smallest budget that works is {need} bytes "
+        f"({format_bytes(need)}). Pass memory_budget={need} or more, or a smaller "
+        f"config['activation_reserve']."
     )
-
-
-def _check_explicit(specs: Sequence[ComponentSpec], plan: OffloadPlan, request: Request) -> None:
-    """An explicit number of resident groups is kept, or refused; never made smaller silently.
-
-    Raises:
-        torch.OutOfMemoryError: It doesn't fit the budget.
-    """
-    if request.budget is None or all(s.config.resident is None for s in specs):
-        return
-    free = _plan(specs, dataclasses.replace(request, total=None), _ring_of(plan))
-    for component in plan.components:
-        if component.resident_bytes < free.component(component.name).resident_bytes:
-            what = f"the resident groups that config['resident'] asks for in {component.name!r}"
-            raise _too_small(request, free.peak_bytes, what)
-
-
-def _ring_of(plan: OffloadPlan) -> RingShape:
-    return RingShape(plan.slot_bytes, plan.slots, plan.slot_bytes or WHOLE_PIECE)
 
 
 def _set_aside(specs: Sequence[ComponentSpec]) -> int:
@@ -185,7 +178,20 @@ def _fits(ring: RingShape, streamed: Sequence[ComponentSpec], specs: Sequence[Co
     room = _room(specs, request, ring)
     if room is not None and room < 0:
         return False
-    return not ring.small or all(_forced(s, ring) <= _share(s, specs, request, ring) for s in streamed)
+    for spec in streamed:
+        share = _share(spec, specs, request, ring)
+        if _asked(spec, ring) > share or (ring.small and _forced(spec, ring) > share):
+            return False
+    return True
+
+
+def _asked(spec: ComponentSpec, ring: RingShape) -> int:
+    """Device bytes that an explicit `resident` asks for: a share of the groups' bytes, or so many of the largest."""
+    wanted = spec.config.resident
+    if wanted is None:
+        return 0
+    costs = sorted((size + ALIGNMENT for size in sizes_of(spec, runs_of(spec, ring.limit))), reverse=True)
+    return int(wanted * sum(costs)) if isinstance(wanted, float) else sum(costs[:wanted])
 
 
 def _forced(spec: ComponentSpec, ring: RingShape) -> int:
@@ -243,7 +249,7 @@ def _component(spec: ComponentSpec, ring: RingShape, specs: Sequence[ComponentSp
     runs = runs_of(spec, ring.limit)
     sizes = sizes_of(spec, runs)
     line = timeline(spec, runs, request.link)
-    budget = _resident_budget(spec, sizes, _share(spec, specs, request, ring), request)
+    budget = _resident_budget(spec, ring, _share(spec, specs, request, ring), request)
     most = spec.config.resident if isinstance(spec.config.resident, int) else None
     resident = place(line, sizes, budget, spec.config.placement, most, ring.largest)
     step: float | None = None
@@ -262,14 +268,11 @@ def _residency(spec: ComponentSpec, request: Request) -> Residency:
     return spec.config.residency or request.residency
 
 
-def _resident_budget(spec: ComponentSpec, sizes: Sequence[int], available: int, request: Request) -> int:
+def _resident_budget(spec: ComponentSpec, ring: RingShape, available: int, request: Request) -> int:
     """Bytes for this component's resident groups: its share of the room, or what its config says."""
-    wanted = spec.config.resident
-    if wanted is None:
-        return 0 if request.mode in (Mode.MEMORY, Mode.MANUAL) else available
-    if isinstance(wanted, float):
-        return min(available, int(wanted * sum(size + ALIGNMENT for size in sizes)))
-    return available
+    if spec.config.resident is not None:
+        return min(available, _asked(spec, ring))
+    return 0 if request.mode in (Mode.MEMORY, Mode.MANUAL) else available
 
 
 def _share(spec: ComponentSpec, specs: Sequence[ComponentSpec], request: Request, ring: RingShape) -> int:
@@ -281,11 +284,16 @@ def _share(spec: ComponentSpec, specs: Sequence[ComponentSpec], request: Request
     room = _room(specs, request, ring)
     if room is None:
         return _UNLIMITED
-    lasting = [s for s in _streamed(specs) if _residency(s, request) is Residency.LASTING]
-    total = max(1, sum(s.size for s in _streamed(specs)))
-    if spec in lasting:
-        return room * spec.size // total if len(_streamed(specs)) > 1 else room
-    room -= sum(room * s.size // total for s in lasting)
+    streamed = _streamed(specs)
+    lasting = [s for s in streamed if _residency(s, request) is Residency.LASTING]
+    asked = {s.name: _asked(s, ring) for s in lasting if s.config.resident is not None}
+    # What is offloaded as a whole has to fit beside what lasts.
+    left = max(0, room - sum(asked.values()) - _whole_in_use(specs))
+    total = max(1, sum(s.size for s in streamed if s.name not in asked))
+    parts = {s.name: asked.get(s.name, left * s.size // total) for s in lasting}
+    if spec.name in parts:
+        return min(room, parts[spec.name])
+    room = max(0, room - sum(parts.values()))
     others = next((names for names in request.together if spec.name in names), None)
     return room // len(others) if others else room
 
@@ -293,7 +301,7 @@ def _share(spec: ComponentSpec, specs: Sequence[ComponentSpec], request: Request
 def _whole_plan(spec: ComponentSpec, request: Request, residency: Residency) -> ComponentPlan:
     runs = cut(spec.units, WHOLE_PIECE)
     groups = _groups(spec, runs, sizes_of(spec, runs), [True] * len(runs))
-    kept = spec.config.residency or residency
+    kept = Residency.USE if spec.choice is Choice.OFFLOAD else spec.config.residency or residency
     return ComponentPlan(spec.name, spec.choice, groups, spec.fixed, spec.weights, kept)
 
 
