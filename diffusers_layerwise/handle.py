@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import torch
 from diffusers import DiffusionPipeline
@@ -48,7 +49,10 @@ class OffloadHandle:
     @property
     def plan(self) -> OffloadPlan:
         """The plan in force."""
-        return self._runtime.plan
+        runtime = self._runtime
+        if runtime.plan.provisional != runtime.is_provisional():
+            runtime.plan = dataclasses.replace(runtime.plan, provisional=runtime.is_provisional())
+        return runtime.plan
 
     def report(self) -> Report:
         """What was moved, what is resident, hits, misses, stalls; also after `remove()`."""

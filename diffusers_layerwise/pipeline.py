@@ -39,7 +39,7 @@ def enable_layerwise_offload(
 
     Args:
         pipe (`DiffusionPipeline`): The pipeline.
-        components (`str`, `list` or `dict`, *optional*): Names (`"transformer"`), groups (`"all"`, `"dit"`,
+        components (`str`, `list` or `dict`, *optional*): Names (`"transformer"`), sets (`"all"`, `"dit"`,
             `"default"`, `"text_encoder"`, `"image_encoder"`, `"vae"`), exclusions (`"!vae"`); as a dict, name to
             `"layerwise"`, `"resident"`, `"offload"`, `"skip"` or options. None: all of them. What isn't selected is
             resident when it fits, else offloaded as a whole.

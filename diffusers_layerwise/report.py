@@ -79,15 +79,19 @@ class Report:
     def __str__(self) -> str:
         lines = [
             f"layerwise offload on {self.device}, mode {self.mode}: {format_bytes(self.weights)} of weights, "
-            f"peak on the device {format_bytes(self.peak_seen)} (planned {format_bytes(self.peak_predicted)}"
+            f"peak on the device {format_bytes(self.peak_ever)} (planned {format_bytes(self.peak_predicted)}"
             + (f", budget {format_bytes(self.budget)})" if self.budget is not None else ")"),
             f"moved {format_bytes(self.moved_bytes)} in {self.copies} copies"
-            + (f"; ring of {self.ring_slots} slots of {format_bytes(self.ring_slot_bytes)}" if self.ring_slots else ""),
+            + _ring(self.ring_slots, self.ring_slot_bytes),
             *_table(self.components),
             *(f"note: {note}" for note in self.notes),
         ]
         lines += [f"note: {c.name}: {note}" for c in self.components for note in c.notes]
         return "\n".join(lines)
+
+
+def _ring(slots: int, slot_bytes: int) -> str:
+    return f"; ring of {slots} slot{'s' * (slots > 1)} of {format_bytes(slot_bytes)}" if slots else ""
 
 
 def make_report(runtime: Runtime, notes: list[str]) -> Report:

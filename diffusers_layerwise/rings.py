@@ -125,7 +125,8 @@ def _slot_sizes(streamed: Sequence[ComponentSpec], main: ComponentSpec, mode: Mo
     default = min(max(unit, 64 * MIB), max(unit, align(main.size // 16)))
     if mode is Mode.MANUAL:
         return [default, unit]
-    own = {unit, align(unit // 2), align(unit // 4), 2 * unit, layer, align(main.size // 32), align(main.size // 64)}
+    own = {align(unit * quarters // 4) for quarters in (1, 2, 3, 4, 6, 8)}
+    own |= {layer, align(main.size // 32), align(main.size // 64)}
     found = own | {size for size in GROUP_SIZES if unit // 4 <= size <= main.size // 8}
     kept = sorted(size for size in found if size <= main.size <= size * FINEST)
     return [default, *(size for size in kept if size != default)]

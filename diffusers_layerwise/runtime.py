@@ -90,7 +90,6 @@ class Runtime:
         return [schedule.spec() for schedule in self.schedules]
 
     def _request(self, strict: bool) -> Request:
-        learned = all(schedule.used for schedule in self.schedules if schedule.groups)
         return Request(
             self.terms.mode,
             self.terms.budget if self.terms.budget is not None else self._free,
@@ -98,9 +97,14 @@ class Runtime:
             self.terms.residency,
             self.link or Link(),
             tuple(sorted(self._together, key=sorted)),
-            provisional=not learned or (self.terms.budget is None and self.transfer.pid is None),
+            provisional=self.is_provisional(),
             strict=strict,
         )
+
+    def is_provisional(self) -> bool:
+        """Whether a component's order, or the free memory, is still to be seen."""
+        learned = all(schedule.used for schedule in self.schedules if schedule.component.units)
+        return not learned or (self.terms.budget is None and self.transfer.pid is None)
 
     def _make_plan(self, strict: bool = False) -> OffloadPlan:
         return make_plan(self._specs(), self._request(strict))

@@ -15,7 +15,7 @@ from .simulate import Link, simulate, timeline
 from .tensors import ALIGNMENT
 
 #: Candidates that are refined by simulation after a first ranking.
-FINALISTS = 3
+FINALISTS = 5
 #: Pieces in which a component that stays whole is loaded, so that its copies overlap with its own first pass.
 WHOLE_PIECE = 256 * MIB
 #: The default activation reserve of a pipeline, until activations are planned or measured: a tenth, at most 2 GiB.
@@ -122,12 +122,12 @@ def _settle(specs: Sequence[ComponentSpec], request: Request) -> list[ComponentS
 def _too_small(request: Request, least: int, streamed: Sequence[ComponentSpec]) -> torch.OutOfMemoryError:
     total, need = request.total or 0, request.total_for(least)
     names = ", ".join(repr(s.name) for s in streamed if s.config.resident is not None)
+    smaller = ", or a smaller config['activation_reserve']" if least <= total else ""
     what = f"the resident groups that config['resident'] asks for in {names}" if names else WHAT_MUST_FIT
     return torch.OutOfMemoryError(
         f"A memory budget of {format_bytes(total)} (of which {format_bytes(request.reserved)} are reserved for "
         f"activations) can't hold {what}: the smallest budget that works is {need} bytes "
-        f"({format_bytes(need)}). Pass memory_budget={need} or more, or a smaller "
-        f"config['activation_reserve']."
+        f"({format_bytes(need)}). Pass memory_budget={need} or more{smaller}."
     )
 
 

@@ -1,4 +1,4 @@
-"""Which components a user means: names, groups of names, exclusions, and options for each."""
+"""Which components a user means: names, sets of names, exclusions, and options for each."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ Components = str | Sequence[str] | Mapping[str, Any] | None
 
 #: Groups from the most to the least specific: where selections disagree, the earlier one wins (an exact name first).
 PRECEDENCE = ("dit", "text_encoder", "image_encoder", "vae", "default", "all")
+
+SETS = list(PRECEDENCE)
 
 _ROLES = {
     "dit": re.compile(r"(.*_)?(transformer|unet|prior|decoder|controlnet|denoiser)(_.*)?"),
@@ -49,7 +51,7 @@ def select(
     """Resolves a selection.
 
     Args:
-        components (`str`, `list`, `dict` or None): Names, groups, `"!name"` to exclude, `"=name"` for that one only;
+        components (`str`, `list`, `dict` or None): Names, sets, `"!name"` to exclude, `"=name"` for that one only;
             as a dict, each with a choice (`"layerwise"`, `"resident"`, `"offload"`, `"skip"`) or a dict of options.
         valid (`Iterable[str]`): The pipeline's component names, in its order.
         mode (`Mode`): `manual` needs names.
@@ -65,7 +67,7 @@ def select(
     names = list(valid)
     if components is None:
         if mode is Mode.MANUAL:
-            raise ValueError(f"mode='manual' needs components=[...]: names or groups among {names + list(PRECEDENCE)}.")
+            raise ValueError(f"mode='manual' needs components=[...]: names among {names} or sets among {SETS}.")
         components = ["all"]
     items = _items(components)
     if not items:
@@ -84,7 +86,7 @@ def select(
             if name not in chosen or rank <= chosen[name][0]:
                 chosen[name] = (rank, choice, options, rank == -1)
     found = {n: chosen[n][1:] for n in names if n in chosen and n not in excluded}
-    if not found and mode is Mode.MANUAL:
+    if not found:
         raise ValueError(f"components={components!r} selects nothing; the pipeline has {names}.")
     return found
 
@@ -97,13 +99,20 @@ def _items(components: Any) -> list[tuple[str, Any]]:
     elif isinstance(components, (Sequence, set, frozenset)):
         pairs = [(part, "layerwise") for word in components for part in _split(word)]
     else:
-        raise TypeError(f"components must be a name, a list of names or a dict, got {components!r}.")
+        raise TypeError(f"components must be a name, a list of names or a dict, got {_short(components)}.")
     for word, _ in pairs:
         if not isinstance(word, str):
-            raise TypeError(f"components must name components by string, got {word!r} ({type(word).__name__}).")
+            raise TypeError(f"components must name components by string, got {_short(word)}.")
     if isinstance(components, Mapping):
         return [(normalise(word), value) for word, value in pairs]
     return [(normalise(word), value) for word, value in pairs if word.strip()]
+
+
+def _short(value: Any) -> str:
+    """A value and its type for a message; the type alone where the value would fill the screen."""
+    text = repr(value)
+    kind = type(value).__name__
+    return f"{text} ({kind})" if len(text) <= 60 else f"a {kind}; write names, such as 'transformer'"
 
 
 def _split(word: Any) -> list[Any]:
@@ -125,7 +134,7 @@ def _exact(word: str, names: list[str]) -> str:
     if word in by_form:
         return by_form[word]
     hint = nearest(word, [*by_form, *PRECEDENCE])
-    raise ValueError(f"No component {word!r}.{hint} The pipeline has {names}; groups are {list(PRECEDENCE)}.")
+    raise ValueError(f"No component {word!r}.{hint} The pipeline has {names}; sets are {SETS}.")
 
 
 def _value(word: str, value: Any, config: LayerwiseOffloadConfig) -> tuple[Choice, LayerwiseOffloadConfig]:

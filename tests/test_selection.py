@@ -225,8 +225,9 @@ def test_an_empty_selection_is_refused_in_every_mode(words: Any, mode: Mode) -> 
         chosen(words, mode)
 
 
-def test_a_name_matched_by_no_component_of_a_group_selects_nothing() -> None:
-    assert select("image_encoder", ["unet", "vae"], Mode.AUTO, GENERAL) == {}
+def test_a_set_that_no_component_belongs_to_selects_nothing_and_is_refused() -> None:
+    with pytest.raises(ValueError, match="selects nothing"):
+        select("image_encoder", ["unet", "vae"], Mode.AUTO, GENERAL)
 
 
 # ---- choices and options

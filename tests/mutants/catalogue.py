@@ -39,8 +39,9 @@ MUTANTS = [
     Mutant(
         "ready event is recorded in front of the copy",
         "transfer.py",
-        "            for target, source in copies:\n                target.copy_(source, non_blocking=True)\n",
-        "            lease.ready.record(self.copy_stream)\n"
+        "            for target, source in copies:\n                target.copy_(source, non_blocking=True)\n"
+        "            assert lease.ready is not None\n            lease.ready.record(self.copy_stream)\n",
+        "            assert lease.ready is not None\n            lease.ready.record(self.copy_stream)\n"
         "            for target, source in copies:\n                target.copy_(source, non_blocking=True)\n",
     ),
     Mutant(
@@ -209,7 +210,7 @@ MUTANTS = [
     Mutant(
         "a pass cut short by an exception is learned as an order",
         "schedule.py",
-        "        self._record = []\n        self.timer = None\n        self.end_pass()\n",
+        "        self.record = []\n        self.timer = None\n        self.end_pass()\n",
         "        self.end_pass()\n",
     ),
     Mutant(
