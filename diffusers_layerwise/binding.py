@@ -32,7 +32,6 @@ class Binding:
 
     def bind(self) -> None:
         """Looks everything up again, after the units' tensors or places changed."""
-        self.size = sum(unit.size for unit in self.units)
         self.entries = [e for unit in self.units for extent in unit.extents for e in extent.entries]
         self._tensors = [entry.tensor for entry in self.entries]
         self._hosts = [entry.host for entry in self.entries]
@@ -42,6 +41,7 @@ class Binding:
             module, name = entry.owners[0]
             held: Mapping[str, torch.Tensor | None] = module._buffers if entry.is_buffer else module._parameters
             self._watch.append((held, name, entry.tensor, entry.host.data_ptr()))
+        self.size = sum(unit.size for unit in self.units)
         self._source = self._contiguous()
         extents = [extent for unit in self.units for extent in unit.extents]
         self.copy_bytes = sum(e.nbytes for e in extents) if self._source is None else self.size
@@ -129,8 +129,15 @@ class Binding:
                 return True
         return False
 
-    def keep_edits(self, lease: Lease) -> None:
+    def is_repointed(self, lease: Lease) -> bool:
+        """Whether a tensor on the device was pointed at other memory."""
+        views = self.views(lease)
+        return any(t.data_ptr() != v.data_ptr() for t, v in zip(self._tensors, views, strict=True))
+
+    def keep_edits(self, lease: Lease, everything: bool = False) -> None:
         """Takes over what was written to tensors, or what they were pointed at, while on the device.
+
+        With `everything` also what no version counter shows (edits through `.data`).
 
         The only device-to-host copies of weights there are.
         """
@@ -138,7 +145,7 @@ class Binding:
         for position, (entry, view) in enumerate(zip(self.entries, self.views(lease), strict=True)):
             tensor = entry.tensor
             moved = tensor.data_ptr() != view.data_ptr()
-            if tensor._version == self._versions[position] and not moved:
+            if tensor._version == self._versions[position] and not moved and not everything:
                 continue
             with plain_tensors():
                 new = tensor.data
@@ -150,13 +157,19 @@ class Binding:
         if rebind:
             self.refresh()
 
-    def refresh(self) -> None:
-        """Reads the module's tensors anew: new objects, new memory. They must be off the device."""
+    def refresh(self, everything: bool = False) -> None:
+        """Reads the module's tensors anew: new objects, new memory. They must be off the device.
+
+        Args:
+            everything (`bool`): Also those that seem unchanged: packing them was cut short.
+        """
         for unit in self.units:
             entries = [entry for extent in unit.extents for entry in extent.entries]
-            if all(_unchanged(entry) for entry in entries):
+            changed = not all(_unchanged(entry) for entry in entries)
+            if not changed and not everything:
                 continue
-            self.store.forget(unit)
+            if changed:
+                self.store.forget(unit)
             kept = [fresh for entry in entries if (fresh := _reread(entry)) is not None]
             unit.extents = collect_extents(kept)
         self.bind()

@@ -149,7 +149,18 @@ class Group:
         Other objects, or (while `.data` should be the host copy) other memory. In-place edits are no reason: on the
         device they are kept, and a copy that was queued before one is repeated.
         """
-        return self._binding.is_edited() if self.state is GroupState.LOADING else self._binding.is_replaced()
+        if self.state is GroupState.LOADING or self.lease is None:
+            return self._binding.is_edited()
+        return self._binding.is_replaced() or self._binding.is_repointed(self.lease)
+
+    def take_edits(self) -> None:
+        """Copies a ready group's device memory to the host, for edits that no counter shows."""
+        if self.state is GroupState.READY and self.lease is not None:
+            self._binding.keep_edits(self.lease, everything=True)
+
+    def rebuild(self) -> None:
+        """After an interrupt: looks everything up again. The group must be offloaded."""
+        self._binding.refresh(everything=True)
 
     def renew(self) -> None:
         """Takes over edits that were made while the group was on the host. Does nothing otherwise."""

@@ -70,8 +70,11 @@ class OffloadHandle:
         names = [schedule.name for schedule in self._runtime.schedules]
         if name is not None and name not in names:
             raise ValueError(f"No component {name!r} is offloaded; there are {names}.")
+        if self._removed:
+            return
         for schedule in self._runtime.schedules:
             if name in (None, schedule.name):
+                schedule.take_edits()
                 schedule.leave()
 
     def release(self) -> None:
@@ -90,6 +93,7 @@ class OffloadHandle:
             schedule.renew()
             schedule.store.release()
             self._send_home(schedule)
+        self._runtime.close()
         for module in self._placed:
             remove_placed(module)
             patches.forget_device(module)
@@ -142,5 +146,6 @@ def take_over(module: nn.Module) -> bool:
             patches.forget_device(part)
             schedule.renew()
             schedule.store.release()
+            schedule.close()
             found = True
     return found

@@ -70,6 +70,7 @@ class HostStore:
         self.device = device
         self.tier = tier
         self.notes: list[str] = []
+        self.was_interrupted = False
         self._places: dict[Unit, Place] = {}
         self._chunks: list[Chunk] = []
 
@@ -94,6 +95,7 @@ class HostStore:
         if self.tier is not HostTier.PINNED:
             return
         waiting = [unit for unit in units if unit not in self._places]
+        self.was_interrupted = bool(waiting)
         with torch.inference_mode(False), torch.no_grad():
             while waiting:
                 count, size = 0, 0
@@ -102,17 +104,21 @@ class HostStore:
                     count += 1
                 self._pack_chunk(waiting[:count], size)
                 waiting = waiting[count:]
+        self.was_interrupted = False
 
     def _pack_chunk(self, units: Sequence[Unit], size: int) -> None:
         chunk = self._new_chunk(ALIGNMENT + size)
         offset = ALIGNMENT
+        places: dict[Unit, Place] = {}
         for unit in units:
-            self._places[unit] = Place(chunk, offset, unit.size)
+            places[unit] = Place(chunk, offset, unit.size)
             for extent in unit.extents:
                 move_extent(extent, chunk.buffer, offset)
                 offset += extent.size
         self._lock(chunk)
         self._chunks.append(chunk)
+        # Last: an interrupt before this leaves units without a place, which are read where their tensors point.
+        self._places.update(places)
 
     def _new_chunk(self, count: int) -> Chunk:
         try:

@@ -67,6 +67,8 @@ class Runtime:
         self.stall: dict[str, float] = {}
         self.notes: list[str] = []
         self.lock = threading.RLock()
+        self.is_closed = False
+        self._is_torn = False
         self._together: set[frozenset[str]] = set()
         self._active: Schedule | None = None
         self._timers: dict[Schedule, PassTimer] = {}
@@ -114,7 +116,9 @@ class Runtime:
         old = self.ring
         shape = (plan.slot_bytes, plan.slots)
         changed = list(schedules)
-        if old is None or (old.slot_bytes, old.count) != shape:
+        whole = self._is_torn or old is None or (old.slot_bytes, old.count) != shape
+        self._is_torn = True
+        if whole:
             changed = self.schedules
             for schedule in self.schedules:
                 schedule.drop_all()
@@ -126,6 +130,7 @@ class Runtime:
         for schedule in changed:
             schedule.account.peak, schedule.account.in_ring = schedule.account.held, False
             schedule.adopt(plan.component(schedule.name), self.ring)
+        self._is_torn = False
 
     def _replan(self, due: Schedule) -> None:
         """Makes the plan anew after `due` showed its order or its times, and adopts what changed."""
@@ -165,6 +170,9 @@ class Runtime:
             schedule.enter()
 
     def _end_call(self) -> None:
+        if self.is_closed:
+            return
+        self._follow_stream()
         self._active = None
         for schedule in self.schedules:
             if self.plan.component(schedule.name).residency is Residency.USE:
@@ -177,10 +185,12 @@ class Runtime:
 
     def recover(self) -> None:
         """After an exception or an interrupt: nothing is loading or in use, and no order was learned. Idempotent."""
+        if self.is_closed:
+            return
+        self._follow_stream()
         self._active = None
         for schedule in self.schedules:
-            schedule.abandon_pass()
-            schedule.drop_all()
+            schedule.recover()
         if self.ring is not None:
             self.ring.recover()
 
@@ -199,11 +209,20 @@ class Runtime:
     def release(self) -> None:
         """Gives all device memory back until the next pass. Idempotent."""
         with self.lock:
+            if self.is_closed:
+                return
+            self._follow_stream()
             self._active = None
             for schedule in self.schedules:
                 schedule.leave()
             if self.ring is not None:
                 self.ring.close()
+
+    def close(self) -> None:
+        """The hooks were removed: from here on this does nothing any more."""
+        self.is_closed = True
+        for schedule in self.schedules:
+            schedule.close()
 
     def _start(self) -> None:
         """First work in this process: the copy stream, and the free memory where no budget was given."""
@@ -225,6 +244,10 @@ class Runtime:
     def begin_pass(self, schedule: Schedule) -> None:
         """A component's root is entered: closes whatever ran before, replans if something was learned, and goes."""
         self._start()
+        # First: what is closed below marks slots as free on the caller's stream, which must be behind the one before.
+        self._follow_stream()
+        if self._is_torn:
+            self._adopt(self._make_plan(), self.schedules)
         active = self._active
         if active is not None and active is not schedule:
             active.end_pass()
@@ -233,7 +256,6 @@ class Runtime:
             schedule.end_pass()
             self._after_pass(schedule)
         self._active = schedule
-        self._follow_stream()
         self._log_pass(schedule)
         self._learn(schedule)
         self._make_room(schedule)
@@ -265,13 +287,13 @@ class Runtime:
             if len(busy) == len(schedule.order):
                 schedule.times, timed = (busy, gap), True
         if schedule.relearn:
-            schedule.relearn = False
             if self.plan.component(schedule.name).largest_streamed or self._uses_repeat(schedule):
                 for other in self.schedules:
                     other.drop_all()
                 schedule.pack()
                 self._measure_link(schedule)
                 self._replan(schedule)
+            schedule.relearn = False
         elif timed and self._improves(schedule):
             self._replan(schedule)
 
@@ -296,6 +318,8 @@ class Runtime:
 
     def _follow_stream(self) -> None:
         """When the caller computes on another stream than last time, that one goes behind everything loaded so far."""
+        if self.transfer.pid is None:
+            return
         stream = self.transfer.stream()
         if self._stream is not None and stream != self._stream:
             event = self.transfer.event()

@@ -55,6 +55,7 @@ class Schedule:
         self.config = config
         self.unselected = unselected
         self.is_open = False
+        self.is_closed = False
         self._is_settled = False
         self.counters = Counters()
         self.account = Account()
@@ -75,7 +76,7 @@ class Schedule:
         if component.fixed:
             self.fixed = Group(f"{self.name}.fixed", [fixed], store, transfer, self.account, resident=True)
         self._fixed_unit = fixed
-        self._group_of: list[Group] = []
+        self._group_of: dict[int, Group] = {}
         self._expected: list[tuple[Group, int]] = []
         self._position = 0
         self._horizon = 0
@@ -107,19 +108,18 @@ class Schedule:
         """
         self.drop_all()
         self.ring = ring
-        learned = bool(self.used)
-        if learned or all(group.resident for group in plan.groups):
+        if bool(self.used) or all(group.resident for group in plan.groups):
             cuts = [(g.name, g.start, g.stop, g.resident) for g in plan.groups]
         else:
             cuts = [(unit.name, i, i + 1, False) for i, unit in enumerate(self.sequence)]
-        self.groups = []
-        self._group_of = [None] * len(self.component.units)  # type: ignore[list-item]
+        groups: list[Group] = []
+        group_of: dict[int, Group] = {}
         for name, start, stop, resident in cuts:
             units = self.sequence[start:stop]
             group = Group(f"{self.name}.{name}", units, self.store, self.transfer, self.account, resident)
-            self.groups.append(group)
-            for unit in units:
-                self._group_of[unit.index] = group
+            groups.append(group)
+            group_of.update((unit.index, group) for unit in units)
+        self.groups, self._group_of = groups, group_of
         self._expect(self.order)
 
     def pack(self) -> None:
@@ -163,14 +163,38 @@ class Schedule:
         self.drop_all()
         if self.fixed is not None:
             self.fixed.offload(None)
-            if self.used:
+            if self.used and not self.is_closed:
                 # The next use loads them with one copy. During a use they can't be packed, and a pass is during a use.
                 self.store.pack([self._fixed_unit])
+
+    def take_edits(self) -> None:
+        """Takes over edits through `.data` to what is on the device."""
+        for group in self._all_groups():
+            group.take_edits()
+
+    def recover(self) -> None:
+        """After an interrupt: everything is offloaded, and what was being packed is looked up again. Idempotent."""
+        self.abandon_pass()
+        self.drop_all()
+        if self.store.was_interrupted:
+            if self.fixed is not None:
+                self.fixed.offload(None)
+            for group in self._all_groups():
+                group.rebuild()
+            self.store.was_interrupted = False
+
+    def close(self) -> None:
+        """Lets go of the module and its host copy, after the hooks were removed. Nothing can be used after it."""
+        self.is_closed = True
+        self.groups, self.fixed, self._group_of, self._expected = [], None, {}, []
+
+    def _all_groups(self) -> list[Group]:
+        return [*self.groups, *([self.fixed] if self.fixed is not None else [])]
 
     def renew(self) -> None:
         """Offloads every group and takes over what was edited on the host since."""
         self.drop_all()
-        for group in [*self.groups, *([self.fixed] if self.fixed is not None else [])]:
+        for group in self._all_groups():
             group.renew()
 
     def drop_all(self) -> None:

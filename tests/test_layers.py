@@ -20,7 +20,7 @@ ORDER = """
 """Each module imports only from those before it."""
 
 FILES = sorted(PACKAGE.rglob("*.py"))
-MOST_LINES_OF_FILE = 380
+MOST_LINES_OF_FILE = 410
 MOST_LINES_OF_FUNCTION = 45
 
 
