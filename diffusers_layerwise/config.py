@@ -15,7 +15,7 @@ class Mode(str, enum.Enum):
     """How a plan is made.
 
     `AUTO`: everything resident when everything fits, else the fastest plan within the budget.
-    `MEMORY`: the smallest peak: nothing resident but small weights, two ring slots.
+    `MEMORY`: the smallest peak: nothing resident but small weights, two ring slots for the largest module in a layer.
     `SPEED`: all free memory is spent on resident groups.
     `MANUAL`: only what `components` and `config` say.
     """

@@ -59,7 +59,9 @@ class OffloadHandle:
         return make_report(self._runtime, self._notes)
 
     def refresh(self, name: str | None = None) -> None:
-        """Reads a component's weights anew after an edit through `.data`, which no counter shows.
+        """Takes over what was written to a component's weights through `.data`, which no counter shows.
+
+        What lies on the device is copied to the host, and everything is loaded anew from there.
 
         Args:
             name (`str`, *optional*): The component; all when None.

@@ -20,6 +20,8 @@ from .tensors import ALIGNMENT
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 _serials = itertools.count()
+#: One for each device and process: handles on one device share its link, and a forked child makes its own.
+_copy_streams: dict[tuple[torch.device, int], torch.Stream] = {}
 #: Enough to hide the start-up of a copy, little enough to take 3 ms at 22 GB/s.
 MEASURE_BYTES = 64 << 20
 
@@ -91,7 +93,10 @@ class Transfer:
             return
         self.pid = os.getpid()
         if self.is_async:
-            self.copy_stream = torch.Stream(device=self.device)
+            key = (self.device, self.pid)
+            if key not in _copy_streams:
+                _copy_streams[key] = torch.Stream(device=self.device)
+            self.copy_stream = _copy_streams[key]
 
     def event(self, timing: bool = False) -> torch.Event | None:
         """A new event of the device; None on the CPU."""

@@ -204,7 +204,7 @@ MUTANTS = [
     Mutant(
         "an exception leaves the group in use on the device",
         "runtime.py",
-        "            schedule.abandon_pass()\n            schedule.drop_all()\n",
+        "            schedule.recover()\n",
         "            pass\n",
     ),
     Mutant(
@@ -222,8 +222,8 @@ MUTANTS = [
     Mutant(
         "units are packed with their bytes at another place than planned",
         "host.py",
-        "            self._places[unit] = Place(chunk, offset, unit.size)\n",
-        "            self._places[unit] = Place(chunk, max(256, offset - 256), unit.size)\n",
+        "            places[unit] = Place(chunk, offset, unit.size)\n",
+        "            places[unit] = Place(chunk, max(256, offset - 256), unit.size)\n",
     ),
     Mutant(
         "gradients are not refused",
@@ -236,5 +236,32 @@ MUTANTS = [
         "transfer.py",
         "        offset = ALIGNMENT + start * self.slot_bytes\n",
         "        offset = start * self.slot_bytes\n",
+    ),
+    Mutant(
+        "a unit has its place before its bytes are there",
+        "host.py",
+        "            for extent in unit.extents:\n                move_extent(extent, chunk.buffer, offset)\n"
+        "                offset += extent.size\n        self._lock",
+        "            self._places.update(places)\n            for extent in unit.extents:\n"
+        "                move_extent(extent, chunk.buffer, offset)\n                offset += extent.size\n"
+        "        self._lock",
+    ),
+    Mutant(
+        "a plan that was cut short is taken as adopted",
+        "runtime.py",
+        "        if self._is_torn:\n            self._adopt(self._make_plan(), self.schedules)\n",
+        "",
+    ),
+    Mutant(
+        "a pass is closed on a stream that isn't behind it",
+        "runtime.py",
+        "        self._follow_stream()\n        if self._is_torn:\n",
+        "        if self._is_torn:\n",
+    ),
+    Mutant(
+        "a removed handle goes on",
+        "runtime.py",
+        "        self.is_closed = True\n        for schedule in self.schedules:\n            schedule.close()\n",
+        "        pass\n",
     ),
 ]
