@@ -119,7 +119,8 @@ def _slot_sizes(streamed: Sequence[ComponentSpec], main: ComponentSpec, mode: Mo
     if config.group_size == "layer":
         return [layer]
     if isinstance(config.group_size, int):
-        return [align(config.group_size)]
+        # A module that is larger by a little shouldn't take two slots, and so halve the prefetch that was asked for.
+        return [max(align(config.group_size), unit)]
     if mode is Mode.MEMORY:
         return [unit]
     default = min(max(unit, 64 * MIB), max(unit, align(main.size // 16)))

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = ["sd15_controlnet-auto-50", "sd15_controlnet-speed-90", "flux-auto-50", "flux-speed-30"]
 #: The quickest tests that must notice, in the order in which they usually do.
 TESTS = [
+    "tests/test_ordering_rules.py",
     "tests/test_engine_callers.py",
     "tests/test_engine_edits.py",
     "tests/test_engine_weights.py",
