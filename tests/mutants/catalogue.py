@@ -69,12 +69,6 @@ MUTANTS = [
         "",
     ),
     Mutant(
-        "only the first of a group's slots records its free event",
-        "transfer.py",
-        "            if used:\n                self.transfer.mark(slot.free)\n",
-        "            if used and slot is lease.slots[0]:\n                self.transfer.mark(slot.free)\n",
-    ),
-    Mutant(
         "only the first of a group's slots is waited for",
         "transfer.py",
         "slots[0].ready, [slot.free for slot in slots])",
