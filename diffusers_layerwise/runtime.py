@@ -132,10 +132,10 @@ class Runtime:
             schedule.adopt(plan.component(schedule.name), self.ring)
         self._is_torn = False
 
-    def _replan(self, due: Schedule) -> None:
-        """Makes the plan anew after `due` showed its order or its times, and adopts what changed."""
+    def _replan(self, due: Schedule, plan: OffloadPlan | None = None) -> None:
+        """Makes the plan anew after `due` showed its order (or takes the one given), and adopts what changed."""
         before = self.plan
-        plan = self._make_plan()
+        plan = self._make_plan() if plan is None else plan
         changed = [
             s for s in self.schedules if s is due or before.component(s.name).groups != plan.component(s.name).groups
         ]
@@ -248,13 +248,9 @@ class Runtime:
         self._follow_stream()
         if self._is_torn:
             self._adopt(self._make_plan(), self.schedules)
-        active = self._active
-        if active is not None and active is not schedule:
-            active.end_pass()
-            self._after_pass(active)
-        if schedule.is_open:
-            schedule.end_pass()
-            self._after_pass(schedule)
+        if self._active is not None:
+            self.end_pass(self._active)
+        self.end_pass(schedule)
         self._active = schedule
         self._log_pass(schedule)
         self._learn(schedule)
@@ -294,19 +290,22 @@ class Runtime:
                 self._measure_link(schedule)
                 self._replan(schedule)
             schedule.relearn = False
-        elif timed and self._improves(schedule):
-            self._replan(schedule)
+        elif timed:
+            better = self._better_plan(schedule)
+            if better is not None:
+                self._replan(schedule, better)
 
     def _uses_repeat(self, schedule: Schedule) -> bool:
         """Whether a whole component is loaded again for each use, so that packing its host copy pays."""
         return self.plan.component(schedule.name).residency is Residency.USE
 
-    def _improves(self, schedule: Schedule) -> bool:
+    def _better_plan(self, schedule: Schedule) -> OffloadPlan | None:
+        """The plan with a component's new times, where it is enough faster than the one in force."""
         if not self.plan.component(schedule.name).largest_streamed or self.terms.mode not in (Mode.AUTO, Mode.SPEED):
-            return False
+            return None
         spec, link = schedule.spec(), self.link or Link()
         new = self._make_plan()
-        return steady_step(spec, new, link) < WORTHWHILE * steady_step(spec, self.plan, link)
+        return new if steady_step(spec, new, link) < WORTHWHILE * steady_step(spec, self.plan, link) else None
 
     def _measure_link(self, schedule: Schedule) -> None:
         """Once, before steady state: how fast this host memory reaches this device."""

@@ -25,11 +25,11 @@ def span(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat uint8 view of the bytes in a tensor's [`span`]; it shares the tensor's memory."""
+def raw_bytes(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """A flat uint8 view of `count` bytes from a tensor's first element on; it shares the tensor's memory."""
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     offset = tensor.storage_offset() * tensor.element_size()
-    found: torch.Tensor = flat.set_(tensor.untyped_storage(), offset, (span(tensor),))  # type: ignore[call-overload]
+    found: torch.Tensor = flat.set_(tensor.untyped_storage(), offset, (count,))  # type: ignore[call-overload]
     return found
 
 
@@ -136,7 +136,5 @@ def _extent(cluster: list[tuple[int, int, int, Entry]]) -> Extent:
     entries = [c[3] for c in cluster]
     base = next(c[3].host for c in cluster if c[0] == first)
     with torch.inference_mode(False), torch.no_grad():
-        flat = torch.empty(0, dtype=torch.uint8, device=base.device)
-        offset = base.storage_offset() * base.element_size()
-        source = flat.set_(base.untyped_storage(), offset, (end - first,))  # type: ignore[call-overload]
+        source = raw_bytes(base, end - first)
     return Extent(entries, [c[0] - first for c in cluster], end - first, source)
