@@ -13,6 +13,7 @@ from . import platform
 from .config import Mode, Residency
 from .errors import LayerwiseOffloadError
 from .measure import PassTimer
+from .passes import PassLog
 from .plan import ComponentSpec, OffloadPlan
 from .schedule import Schedule
 from .search import Request, make_plan, steady_step
@@ -74,9 +75,7 @@ class Runtime:
         self._timers: dict[Schedule, PassTimer] = {}
         self._measured: dict[Schedule, int] = {}
         self._evicted: set[Schedule] = set()
-        self._log: list[Schedule] = []
-        self._previous: list[Schedule] = []
-        self._at = 0
+        self._passes = PassLog()
         self._depth = 0
         self._free: int | None = None
         self._stream: Any = None
@@ -164,7 +163,7 @@ class Runtime:
 
     def _start_call(self) -> None:
         self._start()
-        self._previous, self._log, self._at = self._log, [], 0
+        self._passes.start_call()
         self._evicted.clear()
         for schedule in self.schedules:
             schedule.enter()
@@ -201,8 +200,7 @@ class Runtime:
             schedule.leave()
             self.schedules.remove(schedule)
             self.notes.append(f"{schedule.name}: taken over by a newer call of layerwise offload")
-            self._log = [s for s in self._log if s is not schedule]
-            self._previous = [s for s in self._previous if s is not schedule]
+            self._passes.forget(schedule)
             self._together = set()
             self._adopt(self._make_plan(), self.schedules)
 
@@ -252,7 +250,7 @@ class Runtime:
             self.end_pass(self._active)
         self.end_pass(schedule)
         self._active = schedule
-        self._log_pass(schedule)
+        self._passes.add(schedule)
         self._learn(schedule)
         self._make_room(schedule)
         schedule.enter()
@@ -267,6 +265,20 @@ class Runtime:
         if schedule.is_open:
             schedule.end_pass()
             self._after_pass(schedule)
+            self._hand_over(schedule)
+
+    def _hand_over(self, schedule: Schedule) -> None:
+        """After a component's last pass of this call, as far as the previous call tells: the next one gets its room."""
+        if not self._depth or self.plan.component(schedule.name).residency is not Residency.USE:
+            return
+        if not self._passes.is_over(schedule):
+            return
+        if self._active is schedule:
+            self._active = None
+        schedule.drop_all()
+        successor = self._passes.next_up(schedule)
+        if successor is not None and self.ring is not None:
+            successor.prefetch(residents=True)
 
     def _after_pass(self, schedule: Schedule) -> None:
         timer, schedule.timer = schedule.timer, None
@@ -359,23 +371,8 @@ class Runtime:
         return any(found)
 
     # ------------------------------------------------------------------ what comes next
-    def _log_pass(self, schedule: Schedule) -> None:
-        self._log.append(schedule)
-        try:
-            self._at = self._previous.index(schedule, self._at) + 1
-        except ValueError:
-            self._at = len(self._previous) + 1
-
     def _next_up(self, schedule: Schedule) -> Schedule | None:
-        """Whose pass is predicted next: as in the previous call, else as it went on last time in this one."""
+        """Whose pass is predicted next; a bare module follows itself."""
         if not self.terms.has_calls:
             return schedule
-        if self._at < len(self._previous):
-            return self._previous[self._at]
-        if self._at == len(self._previous) and self._previous:
-            return None
-        log = self._log
-        for position in range(len(log) - 2, -1, -1):
-            if log[position] is schedule:
-                return log[position + 1]
-        return None
+        return self._passes.next_up(schedule)

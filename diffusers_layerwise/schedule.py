@@ -384,10 +384,10 @@ class Schedule:
             elif successor is not None:
                 successor.prefetch()
 
-    def prefetch(self) -> None:
-        """Queues the first loads of a pass that hasn't begun; its residents wait until the component in use is done."""
+    def prefetch(self, residents: bool = False) -> None:
+        """Queues the first loads of a pass that hasn't begun; residents only once the component in use is done."""
         self._rewind()
-        self._horizon = self._load_from(self._horizon, residents=False)
+        self._horizon = self._load_from(self._horizon, residents)
 
     def _load_from(self, position: int, residents: bool = True) -> int:
         expected = self._expected
