@@ -47,6 +47,11 @@ class Unit:
         """Bytes in a region, each tensor aligned."""
         return sum(extent.size for extent in self.extents)
 
+    def contents(self) -> tuple[tuple[int, int, int], ...]:
+        """Identity, address and bytes of each tensor, to tell whether another unit holds the same."""
+        tensors = [entry.tensor for extent in self.extents for entry in extent.entries]
+        return tuple((id(t), t.data_ptr(), t.numel() * t.element_size()) for t in tensors)
+
 
 @dataclasses.dataclass(eq=False)
 class Component:

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
-from diffusers.utils import logging
-from torch import nn
 
-from . import patches
-from .hooks import RootHook, hooks_of, remove_placed, uninstall
+from .members import Members, governors, modules_of
 from .plan import OffloadPlan
 from .report import Report, make_report
 from .runtime import Runtime
-from .schedule import Schedule
-from .transfer import plain_tensors
-
-logger = logging.get_logger(__name__)
 
 #: The attribute of a pipeline that holds its handle.
 HANDLE = "_layerwise_offload"
@@ -33,18 +26,12 @@ class OffloadHandle:
         plan (`OffloadPlan`): Who is resident and who streams; provisional until the first pass has shown the order.
     """
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        homes: dict[str, dict[int, torch.device]],
-        notes: list[str],
-    ) -> None:
-        self._runtime = runtime
-        self._placed: list[nn.Module] = []
-        self._homes = homes
-        self._notes = notes
-        self._owner: DiffusionPipeline | None = None
-        self._removed = False
+    def __init__(self, members: Members) -> None:
+        self._members = members
+
+    @property
+    def _runtime(self) -> Runtime:
+        return self._members.runtime
 
     @property
     def plan(self) -> OffloadPlan:
@@ -54,14 +41,19 @@ class OffloadHandle:
             runtime.plan = dataclasses.replace(runtime.plan, provisional=runtime.is_provisional())
         return runtime.plan
 
+    @property
+    def _device(self) -> torch.device:
+        return self._members.selection.device
+
     def report(self) -> Report:
         """What was moved, what is resident, hits, misses, stalls; also after `remove()`."""
-        return make_report(self._runtime, self._notes)
+        return make_report(self._runtime, self._members.notes)
 
     def refresh(self, name: str | None = None) -> None:
         """Takes over what was written to a component's weights through `.data`, which no counter shows.
 
-        What lies on the device is copied to the host, and everything is loaded anew from there.
+        What lies on the device is copied to the host, and everything is loaded anew from there. The component is also
+        looked through anew, for modules that were put in without any registration.
 
         Args:
             name (`str`, *optional*): The component; all when None.
@@ -72,12 +64,14 @@ class OffloadHandle:
         names = [schedule.name for schedule in self._runtime.schedules]
         if name is not None and name not in names:
             raise ValueError(f"No component {name!r} is offloaded; there are {names}.")
-        if self._removed:
+        if self._members.is_removed:
             return
-        for schedule in self._runtime.schedules:
-            if name in (None, schedule.name):
-                schedule.take_edits()
-                schedule.leave()
+        with self._runtime.lock:
+            for schedule in self._runtime.schedules:
+                if name in (None, schedule.name):
+                    schedule.take_edits()
+                    schedule.leave()
+                    schedule.is_stale = True
 
     def release(self) -> None:
         """Gives all device memory back; the next pass takes it again. Idempotent."""
@@ -85,47 +79,23 @@ class OffloadHandle:
 
     def remove(self) -> None:
         """Makes the modules ordinary again: hooks off, weights where they came from. Idempotent."""
-        if self._removed:
-            return
-        self._removed = True
-        self._runtime.release()
-        for schedule in self._runtime.schedules:
-            uninstall(schedule)
-            patches.forget_device(schedule.component.module)
-            schedule.renew()
-            schedule.store.release()
-            self._send_home(schedule)
-        self._runtime.close()
-        for module in self._placed:
-            remove_placed(module)
-            patches.forget_device(module)
-        if self._owner is not None and self._owner.__dict__.get(HANDLE) is self:
-            del self._owner.__dict__[HANDLE]
+        for pipe in self._members.pipes:
+            if pipe.__dict__.get(HANDLE) is self:
+                del pipe.__dict__[HANDLE]
+        self._members.remove()
 
-    def _send_home(self, schedule: Schedule) -> None:
-        """Weights that came from a device go back there; where that doesn't fit they stay on the host, with a note."""
-        homes = self._homes[schedule.name]
-        with plain_tensors():
-            for entry in schedule.component.entries():
-                device = homes.get(id(entry.tensor))
-                if device is None:
-                    continue
-                try:
-                    entry.tensor.data = entry.tensor.data.to(device)
-                except torch.OutOfMemoryError:
-                    note = f"{schedule.name} doesn't fit on {device} and stays on the CPU"
-                    self._notes.append(note)
-                    logger.warning(note)
-                    return
-
-    def _belongs_to(self, pipe: DiffusionPipeline) -> None:
+    def _attach(self, pipe: Any) -> None:
         """Makes this the handle of a pipeline."""
-        self._owner = pipe
+        self._members.add_pipe(pipe)
         pipe.__dict__[HANDLE] = self
 
-    def _call(self) -> contextlib.AbstractContextManager[None]:
-        """The context of one pipeline call."""
-        return self._runtime.call()
+    def _detach(self, pipe: Any) -> None:
+        """One of several pipelines goes its own way; what only it has becomes ordinary. With the last one, all does."""
+        if len(self._members.pipes) == 1:
+            self.remove()
+            return
+        pipe.__dict__.pop(HANDLE, None)
+        self._members.drop_pipe(pipe)
 
     def __enter__(self) -> OffloadHandle:
         return self
@@ -134,20 +104,16 @@ class OffloadHandle:
         self.remove()
 
 
-def take_over(module: nn.Module) -> bool:
-    """Takes a module, and what is in it, from handles that stream it: the newest call governs.
+def handle_of(pipe: Any) -> OffloadHandle | None:
+    """A pipeline's handle, or None."""
+    found = pipe.__dict__.get(HANDLE)
+    return found if isinstance(found, OffloadHandle) else None
 
-    Returns whether there were any. Their other components go on as before.
-    """
-    found = False
-    for part in list(module.modules()):
-        for hook in [h for h in hooks_of(part) if isinstance(h, RootHook)]:
-            schedule = hook.schedule
-            hook.runtime.give_up(schedule)
-            uninstall(schedule)
-            patches.forget_device(part)
-            schedule.renew()
-            schedule.store.release()
-            schedule.close()
-            found = True
-    return found
+
+def call_contexts(pipe: Any) -> list[contextlib.AbstractContextManager[None]]:
+    """The contexts that a pipeline's call runs in: one for each runtime that governs a part of it, oldest first."""
+    members = {m.serial: m for m in governors(modules_of(pipe).values()).values()}
+    handle = handle_of(pipe)
+    if handle is not None:
+        members[handle._members.serial] = handle._members
+    return [members[serial].runtime.call() for serial in sorted(members)]

@@ -10,11 +10,12 @@ import torch
 from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
 from torch import nn
 
-from .discovery import Unit
+from .discovery import Component, Unit
 from .errors import LayerwiseOffloadError
 from .inputs import move_inputs, requires_grad
 from .runtime import Runtime
 from .schedule import Schedule
+from .watch import unwatch, watch
 
 
 class RootHook(ModelHook):  # type: ignore[misc]
@@ -28,16 +29,26 @@ class RootHook(ModelHook):  # type: ignore[misc]
         self.runtime = runtime
         self.schedule = schedule
         self.execution_device = device
+        self.look_up()
+
+    def look_up(self) -> None:
+        """Finds the units that the root itself triggers: a component may be a single module."""
+        component = self.schedule.component
+        self.units = [unit for unit in component.units if component.module in unit.triggers]
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Begins a pass and moves the inputs, once, here; blocks get them where they are."""
         refuse_gradients(self.schedule, args, kwargs)
         self.runtime.begin_pass(self.schedule)
+        for unit in self.units:
+            self.schedule.use(unit)
         skip = getattr(module, "_skip_keys", None)
         return move_inputs(args, self.execution_device), move_inputs(kwargs, self.execution_device, skip)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Ends the pass."""
+        for unit in self.units:
+            self.schedule.done(unit)
         self.runtime.end_pass(self.schedule)
         return output
 
@@ -151,15 +162,34 @@ def refuse_gradients(schedule: Schedule, args: Any, kwargs: Any) -> None:
 
 def install(runtime: Runtime, schedule: Schedule) -> None:
     """Hooks a component's root and units, behind hooks that are there already."""
-    device = runtime.transfer.device
     root = schedule.component.module
+    _install_units(schedule, runtime.transfer.device)
+    add_hook_to_module(root, RootHook(runtime, schedule, runtime.transfer.device), append=False)
+    root.forward = _guarded(root.forward, runtime)
+    watch(root, schedule)
+
+
+def _install_units(schedule: Schedule, device: torch.device) -> None:
     for unit in schedule.component.units:
         for module in unit.triggers:
-            if module is not root:
+            if module is not schedule.component.module:
                 kind = EarlyUnitHook if module._forward_pre_hooks else UnitHook
                 add_hook_to_module(module, kind(schedule, unit, device), append=True)
-    add_hook_to_module(root, _root_hook(runtime, schedule, device), append=False)
-    root.forward = _guarded(root.forward, runtime)
+
+
+def reinstall(runtime: Runtime, schedule: Schedule, component: Component) -> None:
+    """Hooks the units of a component whose structure has changed; the root's hook, which may be running, stays."""
+    old = schedule.component.module
+    for module in {*old.modules(), *(m for unit in schedule.component.units for m in unit.triggers)}:
+        if module is not old:
+            remove_own(module, schedule)
+    unwatch(old, schedule)
+    schedule.rebuild(component)
+    _install_units(schedule, runtime.transfer.device)
+    for hook in hooks_of(old):
+        if isinstance(hook, RootHook) and hook.schedule is schedule:
+            hook.look_up()
+    watch(old, schedule)
 
 
 def _guarded(forward: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
@@ -180,39 +210,12 @@ def _guarded(forward: Callable[..., Any], runtime: Runtime) -> Callable[..., Any
     return guarded
 
 
-def _root_hook(runtime: Runtime, schedule: Schedule, device: torch.device) -> ModelHook:
-    own = [unit for unit in schedule.component.units if schedule.component.module in unit.triggers]
-    if own:
-        return SingleUnitRootHook(runtime, schedule, device, own)
-    return RootHook(runtime, schedule, device)
-
-
-class SingleUnitRootHook(RootHook):
-    """For a component whose root is itself a unit (a single module): both hooks in one."""
-
-    def __init__(self, runtime: Runtime, schedule: Schedule, device: torch.device, units: list[Unit]) -> None:
-        super().__init__(runtime, schedule, device)
-        self.units = units
-
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Begins a pass and waits for the weights."""
-        moved = super().pre_forward(module, *args, **kwargs)
-        for unit in self.units:
-            self.schedule.use(unit)
-        return moved
-
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Releases the weights and ends the pass."""
-        for unit in self.units:
-            self.schedule.done(unit)
-        return super().post_forward(module, output)
-
-
 def uninstall(schedule: Schedule) -> None:
     """Takes this schedule's hooks off, wherever they still are, and leaves everybody else's. Idempotent."""
     root = schedule.component.module
+    unwatch(root, schedule)
     remove_own(root, schedule)
-    for module in root.modules():
+    for module in {*root.modules(), *(m for unit in schedule.component.units for m in unit.triggers)}:
         remove_own(module, schedule)
 
 

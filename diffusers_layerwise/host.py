@@ -80,7 +80,21 @@ class HostStore:
 
     def forget(self, unit: Unit) -> None:
         """Drops a unit's place after its tensors were replaced; its bytes are then read from the new tensors."""
-        self._places.pop(unit, None)
+        place = self._places.pop(unit, None)
+        if place is not None and not any(other.chunk is place.chunk for other in self._places.values()):
+            self._chunks.remove(place.chunk)
+            place.chunk.unlock()
+
+    def move_out(self, unit: Unit) -> None:
+        """Copies an offloaded unit to memory of its own and drops its place: it has left the component."""
+        if unit not in self._places:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            buffer, offset = torch.empty(ALIGNMENT + unit.size, dtype=torch.uint8), ALIGNMENT
+            for extent in unit.extents:
+                move_extent(extent, buffer, offset)
+                offset += extent.size
+        self.forget(unit)
 
     @property
     def pinned_bytes(self) -> int:
@@ -146,15 +160,8 @@ class HostStore:
             self._chunks = []
             self._places = {}
             return
-        with torch.inference_mode(False), torch.no_grad():
-            for unit in self._places:
-                buffer = torch.empty(ALIGNMENT + unit.size, dtype=torch.uint8)
-                offset = ALIGNMENT
-                for extent in unit.extents:
-                    move_extent(extent, buffer, offset)
-                    offset += extent.size
-        self._chunks = []
-        self._places = {}
+        for unit in list(self._places):
+            self.move_out(unit)
 
 
 def move_extent(extent: Extent, buffer: torch.Tensor, offset: int) -> None:

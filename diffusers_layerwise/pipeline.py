@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
-from . import conflicts, patches
-from .components import Selected, Wanted, checked, find_wanted, may_be_module, read_device, to_host
-from .config import HostTier, LayerwiseOffloadConfig, Mode, Residency, parse_bytes, read_mode
-from .discovery import discover
-from .handle import HANDLE, OffloadHandle, take_over
-from .hooks import install, place
-from .host import HostStore
+from . import conflicts, patches, switches
+from .components import Wanted, checked, read_device
+from .config import LayerwiseOffloadConfig, Mode, Residency, parse_bytes, read_mode
+from .handle import HANDLE, OffloadHandle, handle_of
+from .members import Members, Selection, modules_of
 from .plan import Choice
-from .runtime import Runtime, Terms
-from .schedule import Schedule
-from .selection import Components, select
-from .transfer import Transfer
+from .runtime import Terms
+from .selection import Components
 
 
 def enable_layerwise_offload(
@@ -62,28 +56,24 @@ def enable_layerwise_offload(
         >>> image = pipe("a fox").images[0]
         >>> print(handle.report())
     """
-    if not isinstance(pipe, DiffusionPipeline):
+    if not isinstance(pipe, tuple(patches.pipeline_classes())):
         raise TypeError(f"enable_layerwise_offload needs a DiffusionPipeline, got {type(pipe).__name__}.")
     chosen_mode, options = read_mode(mode), LayerwiseOffloadConfig.read(config)
     budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
-    device = read_device(onload_device)
-    signature = {name: value for name, value in pipe.components.items() if may_be_module(name, value)}
-    modules = {name: value for name, value in signature.items() if isinstance(value, nn.Module)}
-    chosen = select(components, signature, chosen_mode, options)
-    replaced = conflicts.check(pipe, {n: modules[n] for n in modules if n in chosen})
     terms = Terms(chosen_mode, budget, options.activation_reserve, options.residency or Residency.USE, True)
-    _runtime(find_wanted(modules, chosen, options, device, [], set(replaced)), device, terms)
+    members = Members(Selection(components, chosen_mode, options, read_device(onload_device), terms))
+    members.add_pipe(pipe)
+    members.examine(explicit=True)
     # All checks have passed: from here on things change.
-    before = pipe.__dict__.get(HANDLE)
+    before = handle_of(pipe)
     if before is not None:
-        before.remove()
-    if replaced:
-        conflicts.replace(pipe)
-    notes = [f"{name}: {what}" for name, what in replaced.items()]
-    handle = _start(find_wanted(modules, chosen, options, device, notes, set()), device, terms, notes)
-    _place_skipped(handle, modules, chosen, device, notes)
-    handle._belongs_to(pipe)
-    patches.wrap_call(type(pipe), _scope)
+        before._detach(pipe)
+    switches.wrap(type(pipe))
+    switches.wrap_models(modules_of(pipe).values())
+    switches.wrap_manager()
+    members.make(members.examine(explicit=True))
+    handle = members.handle = OffloadHandle(members)
+    handle._attach(pipe)
     return handle
 
 
@@ -119,9 +109,13 @@ def apply_layerwise_offload(
     device = read_device(onload_device)
     name = type(module).__name__
     conflicts.refuse_hooked(name, module)
-    component = checked(name, module)
+    component = checked(name, module, conflicts.found(module) is not None)
     terms = Terms(chosen_mode, budget, options.activation_reserve or 0, options.residency or Residency.LASTING, False)
-    return _start([Wanted(component, Choice.LAYERWISE, options)], device, terms, [])
+    members = Members(Selection(None, chosen_mode, options, device, terms), bare=module)
+    members.adopt_bare(Wanted(component, Choice.LAYERWISE, options))
+    switches.wrap_models([module])
+    handle = members.handle = OffloadHandle(members)
+    return handle
 
 
 def disable_layerwise_offload(pipe: DiffusionPipeline) -> None:
@@ -130,68 +124,26 @@ def disable_layerwise_offload(pipe: DiffusionPipeline) -> None:
     Raises:
         TypeError: `pipe` is no pipeline.
     """
-    if not isinstance(pipe, DiffusionPipeline):
+    if not isinstance(pipe, tuple(patches.pipeline_classes())):
         raise TypeError(f"disable_layerwise_offload needs a DiffusionPipeline, got {type(pipe).__name__}.")
-    handle = pipe.__dict__.get(HANDLE)
-    if handle is not None:
+    handle = handle_of(pipe)
+    if handle is None:
+        return
+    if handle._members.pipes[0] is pipe:
         handle.remove()
-
-
-def _start(wanted: list[Wanted], device: torch.device, terms: Terms, notes: list[str]) -> OffloadHandle:
-    """Makes the runtime (which checks the budget), and only then touches the modules."""
-    runtime = _runtime(wanted, device, terms)
-    homes: dict[str, dict[int, torch.device]] = {}
-    moved = False
-    for item in wanted:
-        taken = take_over(item.component.module)
-        homes[item.component.name] = to_host(item.component)
-        moved = moved or taken or bool(homes[item.component.name])
-    if moved:
-        # The host copies are new memory: look again.
-        fresh = [dataclasses.replace(w, component=discover(w.component.module, w.component.name)) for w in wanted]
-        runtime = _runtime(fresh, device, terms)
-    runtime.notes = notes
-    for schedule in runtime.schedules:
-        install(runtime, schedule)
-        patches.answer_device(schedule.component.module, device)
-    return OffloadHandle(runtime, homes, notes)
-
-
-def _runtime(wanted: list[Wanted], device: torch.device, terms: Terms) -> Runtime:
-    transfer = Transfer(device)
-    schedules = []
-    for item in wanted:
-        default = HostTier.PINNED if transfer.is_async else HostTier.PAGEABLE
-        store = HostStore(device, item.config.host or default)
-        schedules.append(Schedule(item.component, store, transfer, item.choice, item.config, item.unselected))
-    return Runtime(transfer, schedules, terms)
-
-
-def _place_skipped(
-    handle: OffloadHandle, modules: dict[str, nn.Module], chosen: Selected, device: torch.device, notes: list[str]
-) -> None:
-    """Skipped components answer the execution device; nothing else is done to them."""
-    for name, module in modules.items():
-        if name in chosen and chosen[name][0] is Choice.SKIP:
-            place(module, device)
-            patches.answer_device(module, device)
-            handle._placed.append(module)
-            notes.append(f"{name}: skipped as asked; its weights stay where they are")
-
-
-def _scope(pipe: Any) -> contextlib.AbstractContextManager[None] | None:
-    handle = pipe.__dict__.get(HANDLE)
-    return None if handle is None else handle._call()
+    else:
+        handle._detach(pipe)
 
 
 def attach_methods() -> None:
     """Puts the methods on `DiffusionPipeline`: called at import; initialises no device."""
     patches.attach(
+        patches.pipeline_classes(),
         {
             "enable_layerwise_offload": enable_layerwise_offload,
             "disable_layerwise_offload": disable_layerwise_offload,
             "layerwise_offload": property(lambda pipe: pipe.__dict__.get(HANDLE), doc="The handle, or None."),
-        }
+        },
     )
 
 

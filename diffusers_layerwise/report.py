@@ -138,7 +138,7 @@ def _component(schedule: Schedule, plan: OffloadPlan, runtime: Runtime) -> Compo
         hits=counters.hits,
         misses=counters.misses,
         dropped=counters.dropped,
-        stall=runtime.stall.get(schedule.name),
+        stall=runtime.tuner.stall.get(schedule.name),
         step_predicted=part.step,
         notes=tuple(schedule.store.notes),
     )

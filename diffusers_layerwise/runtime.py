@@ -6,22 +6,21 @@ import contextlib
 import dataclasses
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from . import platform
 from .config import Mode, Residency
 from .errors import LayerwiseOffloadError
-from .measure import PassTimer
 from .passes import PassLog
-from .plan import ComponentSpec, OffloadPlan
+from .plan import OffloadPlan
 from .schedule import Schedule
 from .search import Request, make_plan, steady_step
 from .simulate import Link
-from .transfer import Ring, Transfer, plain_tensors
+from .tensors import ALIGNMENT
+from .transfer import Ring, Transfer
+from .tuning import Tuner
 
-#: Passes whose times are measured: the first, which also shows the order, and the second, with prefetch at work.
-MEASURED_PASSES = 2
 #: A new plan must be this much faster by prediction before groups are cut anew.
 WORTHWHILE = 0.995
 #: Without a budget, this share of the free memory is left alone (other processes, fragmentation).
@@ -63,40 +62,40 @@ class Runtime:
         self.transfer = transfer
         self.schedules = list(schedules)
         self.terms = terms
-        self.link: Link | None = None
         self.ring: Ring | None = None
-        self.stall: dict[str, float] = {}
         self.notes: list[str] = []
         self.lock = threading.RLock()
         self.is_closed = False
+        self.owner: object = None
+        self.restructure: Callable[[Schedule], None] = lambda _: None
         self._is_torn = False
         self._together: set[frozenset[str]] = set()
         self._active: Schedule | None = None
-        self._timers: dict[Schedule, PassTimer] = {}
-        self._measured: dict[Schedule, int] = {}
+        self.tuner = Tuner(transfer)
         self._evicted: set[Schedule] = set()
         self._passes = PassLog()
         self._depth = 0
         self._free: int | None = None
         self._stream: Any = None
-        self.plan = self._make_plan(strict=True)
+        self.plan = self.plan_for(self.schedules)
         for schedule in self.schedules:
-            schedule.make_slots = self._make_slots
-            schedule.next_up = self._next_up
-            schedule.open_pass = self.begin_pass
+            self._connect(schedule)
         self._adopt(self.plan, self.schedules)
 
-    # ------------------------------------------------------------------ plan
-    def _specs(self) -> list[ComponentSpec]:
-        return [schedule.spec() for schedule in self.schedules]
+    def _connect(self, schedule: Schedule) -> None:
+        schedule.make_slots = self._make_slots
+        schedule.next_up = self._next_up
+        schedule.open_pass = self.begin_pass
+        schedule.may_keep = self._may_keep
 
+    # ------------------------------------------------------------------ plan
     def _request(self, strict: bool) -> Request:
         return Request(
             self.terms.mode,
             self.terms.budget if self.terms.budget is not None else self._free,
             self.terms.reserve if self.terms.has_calls else self.terms.reserve or 0,
             self.terms.residency,
-            self.link or Link(),
+            self.tuner.link or Link(),
             tuple(sorted(self._together, key=sorted)),
             provisional=self.is_provisional(),
             strict=strict,
@@ -104,11 +103,19 @@ class Runtime:
 
     def is_provisional(self) -> bool:
         """Whether a component's order, or the free memory, is still to be seen."""
-        learned = all(schedule.used for schedule in self.schedules if schedule.component.units)
+        learned = all(schedule.order.used for schedule in self.schedules if schedule.component.units)
         return not learned or (self.terms.budget is None and self.transfer.pid is None)
 
-    def _make_plan(self, strict: bool = False) -> OffloadPlan:
-        return make_plan(self._specs(), self._request(strict))
+    def _make_plan(self) -> OffloadPlan:
+        return make_plan([schedule.spec() for schedule in self.schedules], self._request(False))
+
+    def plan_for(self, schedules: Sequence[Schedule]) -> OffloadPlan:
+        """The plan for these components instead of the present ones; changes nothing.
+
+        Raises:
+            torch.OutOfMemoryError: A budget was given and no plan fits it.
+        """
+        return make_plan([schedule.spec() for schedule in schedules], self._request(True))
 
     def _adopt(self, plan: OffloadPlan, schedules: Sequence[Schedule]) -> None:
         """Puts a plan in force. Components other than `schedules` keep their groups, unless the ring changed."""
@@ -133,12 +140,50 @@ class Runtime:
 
     def _replan(self, due: Schedule, plan: OffloadPlan | None = None) -> None:
         """Makes the plan anew after `due` showed its order (or takes the one given), and adopts what changed."""
-        before = self.plan
         plan = self._make_plan() if plan is None else plan
-        changed = [
-            s for s in self.schedules if s is due or before.component(s.name).groups != plan.component(s.name).groups
-        ]
-        self._adopt(plan, changed)
+        self._adopt(plan, [due, *self._changed(plan, {due})])
+
+    def _changed(self, plan: OffloadPlan, known: set[Schedule]) -> list[Schedule]:
+        """The components that another plan than the one in force cuts differently."""
+        before = {component.name: component.groups for component in self.plan.components}
+        rest = [s for s in self.schedules if s not in known]
+        return [s for s in rest if before.get(s.name) != plan.component(s.name).groups]
+
+    def change(self, new: Sequence[Schedule], gone: Sequence[Schedule], plan: OffloadPlan) -> None:
+        """Takes components in and lets others go, whose weights are then on the host; the rest keeps what it has.
+
+        Args:
+            new (`Sequence[Schedule]`): Components that arrive.
+            gone (`Sequence[Schedule]`): Components of this runtime that leave it.
+            plan (`OffloadPlan`): What [`plan_for`] made of the components that there will be.
+        """
+        with self.lock:
+            if gone:
+                self.recover()
+            for schedule in gone:
+                schedule.leave()
+                self.schedules.remove(schedule)
+                self._passes.forget(schedule)
+                self.tuner.forget(schedule)
+                self._together = {names for names in self._together if schedule.name not in names}
+            for schedule in new:
+                self._connect(schedule)
+            self.schedules.extend(new)
+            self._adopt(plan, [*new, *self._changed(plan, set(new))])
+            if self._depth:
+                for schedule in new:
+                    schedule.enter()
+
+    def rebuild(self, schedule: Schedule) -> None:
+        """A component's structure has changed: looks it through anew, and plans again for it."""
+        self.recover()
+        schedule.leave()
+        self.restructure(schedule)
+        plan = self.plan_for(self.schedules)
+        self.tuner.forget(schedule)
+        self._adopt(plan, [schedule, *self._changed(plan, {schedule})])
+        if self._depth:
+            schedule.enter()
 
     # ------------------------------------------------------------------ calls
     @contextlib.contextmanager
@@ -166,6 +211,8 @@ class Runtime:
         self._passes.start_call()
         self._evicted.clear()
         for schedule in self.schedules:
+            if schedule.is_stale:
+                self.rebuild(schedule)
             schedule.enter()
 
     def _end_call(self) -> None:
@@ -192,17 +239,6 @@ class Runtime:
             schedule.recover()
         if self.ring is not None:
             self.ring.recover()
-
-    def give_up(self, schedule: Schedule) -> None:
-        """Another handle takes this component: its weights go to the host, and the plan is made for the others."""
-        with self.lock:
-            self.recover()
-            schedule.leave()
-            self.schedules.remove(schedule)
-            self.notes.append(f"{schedule.name}: taken over by a newer call of layerwise offload")
-            self._passes.forget(schedule)
-            self._together = set()
-            self._adopt(self._make_plan(), self.schedules)
 
     def release(self) -> None:
         """Gives all device memory back until the next pass. Idempotent."""
@@ -236,7 +272,7 @@ class Runtime:
         if self.terms.budget is None:
             free = platform.free_memory(self.transfer.device)
             self._free = None if free is None else int(free * (1 - MARGIN))
-            self._adopt(self._make_plan(strict=True), self.schedules)
+            self._adopt(self.plan_for(self.schedules), self.schedules)
 
     # ------------------------------------------------------------------ passes
     def begin_pass(self, schedule: Schedule) -> None:
@@ -246,6 +282,8 @@ class Runtime:
         self._follow_stream()
         if self._is_torn:
             self._adopt(self._make_plan(), self.schedules)
+        if schedule.is_stale:
+            self.rebuild(schedule)
         if self._active is not None:
             self.end_pass(self._active)
         self.end_pass(schedule)
@@ -256,15 +294,14 @@ class Runtime:
         schedule.enter()
         if self.ring is not None:
             self.ring.open()
-        if schedule.groups and self._measured.get(schedule, 0) < MEASURED_PASSES:
-            schedule.timer = PassTimer(self.transfer)
+        self.tuner.start(schedule)
         schedule.begin_pass()
 
     def end_pass(self, schedule: Schedule) -> None:
         """A component's root is left. Idempotent."""
         if schedule.is_open:
             schedule.end_pass()
-            self._after_pass(schedule)
+            self.tuner.end(schedule)
             self._hand_over(schedule)
 
     def _hand_over(self, schedule: Schedule) -> None:
@@ -280,28 +317,17 @@ class Runtime:
         if successor is not None and self.ring is not None:
             successor.prefetch(residents=True)
 
-    def _after_pass(self, schedule: Schedule) -> None:
-        timer, schedule.timer = schedule.timer, None
-        if timer is not None and schedule.record:
-            self._timers[schedule] = timer
-            self._measured[schedule] = self._measured.get(schedule, 0) + 1
-
     def _learn(self, schedule: Schedule) -> None:
         """Before a pass: takes in what earlier ones showed of this component, its order and its times."""
-        timer = self._timers.get(schedule)
-        timed = False
-        if timer is not None and timer.is_complete():
-            busy, gap, self.stall[schedule.name] = self._timers.pop(schedule).read()
-            if len(busy) == len(schedule.order):
-                schedule.times, timed = (busy, gap), True
-        if schedule.relearn:
+        timed = self.tuner.take(schedule)
+        if schedule.order.is_due:
             if self.plan.component(schedule.name).largest_streamed or self._uses_repeat(schedule):
                 for other in self.schedules:
                     other.drop_all()
                 schedule.pack()
-                self._measure_link(schedule)
+                self.tuner.measure_link(schedule, self.ring)
                 self._replan(schedule)
-            schedule.relearn = False
+            schedule.order.is_due = False
         elif timed:
             better = self._better_plan(schedule)
             if better is not None:
@@ -315,17 +341,9 @@ class Runtime:
         """The plan with a component's new times, where it is enough faster than the one in force."""
         if not self.plan.component(schedule.name).largest_streamed or self.terms.mode not in (Mode.AUTO, Mode.SPEED):
             return None
-        spec, link = schedule.spec(), self.link or Link()
+        spec, link = schedule.spec(), self.tuner.link or Link()
         new = self._make_plan()
         return new if steady_step(spec, new, link) < WORTHWHILE * steady_step(spec, self.plan, link) else None
-
-    def _measure_link(self, schedule: Schedule) -> None:
-        """Once, before steady state: how fast this host memory reaches this device."""
-        place = next((p for unit in schedule.sequence if (p := schedule.store.place(unit)) is not None), None)
-        if self.link is not None or place is None or self.ring is None:
-            return
-        with plain_tensors():
-            self.link = Link(*self.ring.measure(place.chunk.buffer))
 
     def _follow_stream(self) -> None:
         """When the caller computes on another stream than last time, that one goes behind everything loaded so far."""
@@ -362,6 +380,13 @@ class Runtime:
             sharing = [s for s in self._together if s & names]
             self._together = (self._together - set(sharing)) | {names.union(*sharing)}
             self._replan(by)
+
+    def _may_keep(self, count: int) -> bool:
+        """Whether a group that repeats within a pass may stay on the device: the budget has room for it."""
+        if self.terms.mode not in (Mode.AUTO, Mode.SPEED):
+            return False
+        budget = self.plan.budget
+        return budget is None or self.transfer.held_bytes + count + ALIGNMENT <= budget
 
     def _make_slots(self, schedule: Schedule) -> bool:
         """Frees ring slots for a group that is needed now, by dropping the prefetched one that is needed last."""

@@ -14,6 +14,7 @@ from .discovery import Component, Unit
 from .group import Group, GroupState
 from .host import HostStore
 from .measure import Counters, PassTimer
+from .order import Learned, Order
 from .plan import Choice, ComponentPlan, ComponentSpec, group_uses
 from .specs import positions, unit_specs
 from .transfer import Account, Ring, Transfer
@@ -56,26 +57,21 @@ class Schedule:
         self.unselected = unselected
         self.is_open = False
         self.is_closed = False
+        self.is_stale = False
         self._is_settled = False
         self.counters = Counters()
         self.account = Account()
         self.timer: PassTimer | None = None
-        self.times: tuple[tuple[float, ...], tuple[float, ...]] | None = None
-        self.sequence: list[Unit] = list(component.units)
-        self.order: list[int] = [unit.index for unit in component.units]
-        self.orders: dict[int, list[int]] = {}
-        self.used: set[int] = set()
-        self.relearn = False
+        self.order = Order(component.units)
         self.groups: list[Group] = []
         self.ring: Ring | None = None
         self.make_slots: Callable[[Schedule], bool] = lambda _: False
         self.next_up: Callable[[Schedule], Schedule | None] = lambda _: None
         self.open_pass: Callable[[Schedule], None] = Schedule.begin_pass
-        fixed = Unit(-1, "fixed", None, [], component.fixed)
-        self.fixed: Group | None = None
-        if component.fixed:
-            self.fixed = Group(f"{self.name}.fixed", [fixed], store, transfer, self.account, resident=True)
-        self._fixed_unit = fixed
+        self.may_keep: Callable[[int], bool] = lambda _: False
+        self._repeated: set[int] = set()
+        self._kept: list[Group] = []
+        self._fix(component)
         self._group_of: dict[int, Group] = {}
         self._expected: list[tuple[Group, int]] = []
         self._position = 0
@@ -84,14 +80,42 @@ class Schedule:
         self._remaining = 0
         self.record: list[int] = []
 
+    def _fix(self, component: Component) -> None:
+        """Makes the group of what stays on the device whoever runs."""
+        self._fixed_unit = Unit(-1, "fixed", None, [], component.fixed)
+        self.fixed: Group | None = None
+        if component.fixed:
+            name = f"{self.name}.fixed"
+            self.fixed = Group(name, [self._fixed_unit], self.store, self.transfer, self.account, resident=True)
+
+    def rebuild(self, component: Component) -> None:
+        """Takes what discovery finds now that the structure has changed; everything must be offloaded.
+
+        Units whose tensors are the same keep their place on the host and in the order. Others are used, and so
+        ordered, in the next pass. A plan must be adopted after it.
+        """
+        self.store.forget(self._fixed_unit)
+        before = {unit.contents(): unit for unit in self.component.units}
+        kept: dict[int, Unit] = {}
+        for position, unit in enumerate(component.units):
+            old = before.pop(unit.contents(), None)
+            if old is not None:
+                kept[old.index] = component.units[position] = old
+                old.name, old.layer, old.triggers = unit.name, unit.layer, unit.triggers
+        for gone in before.values():
+            self.store.move_out(gone)
+        self.order.restructure(component.units, kept)
+        self.component, self.is_stale, self.record = component, False, []
+        self._fix(component)
+
     # ------------------------------------------------------------------ plan
     def spec(self) -> ComponentSpec:
         """This component as a plan sees it: units in execution order, with measured times if there are any."""
-        busy, gap = self.times if self.times is not None else (None, None)
+        busy, gap = self.order.times if self.order.times is not None else (None, None)
         return ComponentSpec(
             self.name,
-            unit_specs(self.sequence, self.store),
-            positions(self.order, self.sequence),
+            unit_specs(self.order.sequence, self.store),
+            positions(self.order.uses, self.order.sequence),
             self.component.fixed_size,
             self.component.weights,
             self.choice,
@@ -108,24 +132,24 @@ class Schedule:
         """
         self.drop_all()
         self.ring = ring
-        if bool(self.used) or all(group.resident for group in plan.groups):
+        if self.order.used or all(group.resident for group in plan.groups):
             cuts = [(g.name, g.start, g.stop, g.resident) for g in plan.groups]
         else:
-            cuts = [(unit.name, i, i + 1, False) for i, unit in enumerate(self.sequence)]
+            cuts = [(unit.name, i, i + 1, False) for i, unit in enumerate(self.order.sequence)]
         groups: list[Group] = []
         group_of: dict[int, Group] = {}
         for name, start, stop, resident in cuts:
-            units = self.sequence[start:stop]
+            units = self.order.sequence[start:stop]
             group = Group(f"{self.name}.{name}", units, self.store, self.transfer, self.account, resident)
             groups.append(group)
             group_of.update((unit.index, group) for unit in units)
         self.groups, self._group_of = groups, group_of
-        self._expect(self.order)
+        self._expect(self.order.uses)
 
     def pack(self) -> None:
         """Packs the units that were used, in the order of first use. Offloads all groups first."""
         self.renew()
-        self.store.pack(unit for unit in self.sequence if unit.index in self.used)
+        self.store.pack(unit for unit in self.order.sequence if unit.index in self.order.used)
 
     def _expect(self, order: Sequence[int]) -> None:
         units = [unit for group in self.groups for unit in group.units]
@@ -163,7 +187,7 @@ class Schedule:
         self.drop_all()
         if self.fixed is not None:
             self.fixed.offload(None)
-            if self.used and not self.is_closed:
+            if self.order.used and not self.is_closed:
                 # The next use loads them with one copy. During a use they can't be packed, and a pass is during a use.
                 self.store.pack([self._fixed_unit])
 
@@ -238,10 +262,11 @@ class Schedule:
                 group.offload(self.ring)
         self.is_open = True
         self.record = []
+        self._repeated.clear()
         self._rewind()
         # Once its order is known and all of it is on the device, there is nothing to do for a unit until it is dropped.
         self._is_settled = (
-            bool(self.used)
+            bool(self.order.used)
             and self.timer is None
             and all(group.resident and group.state is GroupState.READY for group in self.groups)
         )
@@ -256,11 +281,15 @@ class Schedule:
         if not self.is_open:
             return
         self._release()
+        while self._kept:
+            group = self._kept.pop()
+            group.offload(None)
+            group.resident = False
         self.is_open = False
         if self._is_settled or self.record:
             self.counters.passes += 1
-        if self.record:
-            self._learn(self.record)
+        if self.record and self.order.learn(self.record, self.store) is Learned.ORDER:
+            self._expect(self.record)
         self._rewind()
 
     def abandon_pass(self) -> None:
@@ -268,25 +297,6 @@ class Schedule:
         self.record = []
         self.timer = None
         self.end_pass()
-
-    def _learn(self, record: list[int]) -> None:
-        if record == self.order and not set(record) - self.used:
-            self.orders[record[0]] = self.order
-            return
-        self.orders[record[0]] = record
-        self.times = None
-        fresh = set(record) - self.used
-        if fresh:
-            self.used |= fresh
-            seen = dict.fromkeys([unit.index for unit in self.sequence if self.store.place(unit) is not None])
-            order = dict.fromkeys([*seen, *record, *(unit.index for unit in self.sequence)])
-            units = {unit.index: unit for unit in self.sequence}
-            self.sequence = [units[index] for index in order]
-            self.relearn = True
-            self.order = record
-        else:
-            self.order = record
-            self._expect(record)
 
     # ------------------------------------------------------------------ the hot path
     def use(self, unit: Unit) -> None:
@@ -320,7 +330,7 @@ class Schedule:
     def _switch(self, group: Group, unit: Unit) -> None:
         self._release()
         expected, position = self._expected, self._position
-        if len(self.record) == 1 and unit.index in self.orders and self.orders[unit.index] is not self.order:
+        if len(self.record) == 1 and self.order.starts_another(unit.index):
             self._take_order(unit.index)
             expected, position = self._expected, 0
         if position < len(expected) and expected[position][0] is group:
@@ -332,7 +342,7 @@ class Schedule:
             self._current = group
             return
         if group.state is GroupState.HOST:
-            self._load_now(group)
+            self._load_now(group, unit.index)
         else:
             self.counters.hits += 1
         self._current = group
@@ -349,9 +359,8 @@ class Schedule:
     def _take_order(self, first: int) -> None:
         """Another way through the component begins (a VAE's decode after its encode): follow that one's order."""
         self.drop_prefetched()
-        self.order = self.orders[first]
-        self.times = None
-        self._expect(self.order)
+        self.order.take(first)
+        self._expect(self.order.uses)
 
     def _diverge(self, group: Group) -> None:
         """The group used isn't the one expected: skip to where it is, or treat it as an extra one."""
@@ -366,8 +375,13 @@ class Schedule:
                 return
         self._remaining = UNTIL_NEXT
 
-    def _load_now(self, group: Group) -> None:
+    def _load_now(self, group: Group, index: int) -> None:
         self.counters.misses += 1
+        if index in self._repeated and not group.resident and self.may_keep(group.size):
+            # Used before in this pass, whose order isn't known yet (the tiles of a VAE): it stays for the pass.
+            group.resident = True
+            self._kept.append(group)
+        self._repeated.add(index)
         while not group.start_onload(self.ring):
             if not self.make_slots(self):
                 # Larger than the ring (its weights were replaced by larger ones): memory of its own, for this use.

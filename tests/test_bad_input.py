@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -172,7 +173,7 @@ def test_an_earlier_handle_works_on_after_a_second_enable_failed_at_the_last_che
 
 
 @pytest.mark.parametrize("kind", ["sealed", "meta", "group offload"])
-def test_an_earlier_handle_stays_when_a_named_component_cannot_be_streamed(kind: str) -> None:
+def test_an_earlier_handle_stays_when_a_named_component_cannot_be_streamed(kind: str, tmp_path: Path) -> None:
     pipe = CASE.build()
     handle = pipe.enable_layerwise_offload(["transformer", "vae"], "memory", onload_device="cpu")
     if kind == "sealed":
@@ -181,8 +182,9 @@ def test_an_earlier_handle_stays_when_a_named_component_cannot_be_streamed(kind:
     elif kind == "meta":
         pipe.image_encoder = nn.Linear(4, 4, device="meta")
     else:
-        pipe.image_encoder = CASE.build().vae
-        pipe.image_encoder.enable_group_offload(torch.device("cpu"), offload_type="leaf_level")
+        other = CASE.build().vae
+        other.enable_group_offload(torch.device("cpu"), offload_type="leaf_level", offload_to_disk_path=str(tmp_path))
+        pipe.image_encoder = other
     before = snapshot(pipe)
     with pytest.raises(LayerwiseOffloadError, match="'image_encoder' "):
         pipe.enable_layerwise_offload("=image_encoder", onload_device="cpu")

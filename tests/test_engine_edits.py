@@ -165,9 +165,6 @@ def test_replacement_that_can_not_stream_is_refused_by_name(sim: ModuleType) -> 
         run(chain, x)
 
 
-@pytest.mark.xfail(
-    reason="a module put in place of another one is not discovered: it has no hook and stays on the host"
-)
 def test_module_swapped_for_another_one_streams_too(sim: ModuleType) -> None:
     chain, x = models.make(models.Chain), models.numbers(2, models.WIDTH)
     swapped, block = models.make(models.Chain), models.make(models.Block, seed=9)

@@ -79,7 +79,7 @@ def test_weights_are_never_at_storage_offset_0_and_aligned_at_rest_and_on_the_de
         run(module, x)
     assert {tensor.device.type for _, tensor in seen} <= {"sim"}
     assert all(tensor.storage_offset() > 0 and tensor.data_ptr() % 16 == 0 for _, tensor in seen)
-    used = handle._runtime.schedules[0].used
+    used = handle._runtime.schedules[0].order.used
     for unit in handle._runtime.schedules[0].component.units:
         for extent in unit.extents if unit.index in used else []:
             assert all(e.tensor.storage_offset() > 0 for e in extent.entries)

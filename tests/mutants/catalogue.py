@@ -183,9 +183,9 @@ MUTANTS = [
     ),
     Mutant(
         "the order is never relearned",
-        "schedule.py",
-        "        self.orders[record[0]] = record\n        self.times = None\n",
-        "        self.times = None\n        if not set(record) - self.used:\n            return\n",
+        "order.py",
+        "            return Learned.ORDER\n",
+        "            return Learned.NOTHING\n",
     ),
     Mutant(
         "a pass on another stream is not ordered behind what was loaded",

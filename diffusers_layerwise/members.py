@@ -1,0 +1,401 @@
+"""Which components a handle governs: those of its pipelines that were selected, also when they arrive or go later."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from diffusers.utils import logging
+from torch import nn
+
+from . import conflicts, hooks, patches
+from .components import Selected, Wanted, find_wanted, may_be_module, to_host
+from .config import HostTier, LayerwiseOffloadConfig, Mode
+from .discovery import discover
+from .host import HostStore
+from .moves import guard_moves, release_moves
+from .plan import Choice
+from .runtime import Runtime, Terms
+from .schedule import Schedule
+from .selection import Components, select
+from .transfer import Transfer, plain_tensors
+
+logger = logging.get_logger(__name__)
+_serials = itertools.count()
+#: All that govern something; only looked through when one of them ends, so that an older one takes over again.
+_living: weakref.WeakSet[Members] = weakref.WeakSet()
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """What the user asked for: kept, so that it applies to what arrives later."""
+
+    components: Components
+    mode: Mode
+    options: LayerwiseOffloadConfig
+    device: torch.device
+    terms: Terms
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A checked change, not made yet: components that come, that go, that are placed, and other offloads in the way."""
+
+    new: list[Wanted]
+    gone: list[Schedule]
+    placed: dict[str, nn.Module]
+    notes: list[str]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.new or self.gone or self.placed)
+
+
+def slots_of(pipe: Any) -> dict[str, Any]:
+    """A pipeline's component names and what they hold, also while it is still being made."""
+    try:
+        return dict(pipe.components)
+    except (AttributeError, ValueError):
+        names, _ = pipe._get_signature_keys(pipe)
+        return {name: pipe.__dict__[name] for name in names if name in pipe.__dict__}
+
+
+def modules_of(pipe: Any) -> dict[str, nn.Module]:
+    """A pipeline's modules by name."""
+    return {name: value for name, value in slots_of(pipe).items() if isinstance(value, nn.Module)}
+
+
+def governors(modules: Iterable[nn.Module]) -> dict[int, Members]:
+    """Who governs which of these modules, by the module's id."""
+    found: dict[int, Members] = {}
+    for module in modules:
+        for hook in hooks.hooks_of(module):
+            if isinstance(hook, hooks.RootHook) and isinstance(hook.runtime.owner, Members):
+                found[id(module)] = hook.runtime.owner
+    return found
+
+
+class Members:
+    """The components of one handle, and the pipelines they come from.
+
+    Args:
+        selection (`Selection`): What the user asked for.
+        bare (`nn.Module`, *optional*): A module without a pipeline.
+
+    Attributes:
+        runtime (`Runtime`): Runs them.
+        notes (`list[str]`): For the report.
+    """
+
+    def __init__(self, selection: Selection, bare: nn.Module | None = None) -> None:
+        self.selection = selection
+        self.serial = next(_serials)
+        self.notes: list[str] = []
+        self.handle: Any = None
+        self.is_removed = False
+        self._pipes: list[weakref.ref[Any]] = []
+        self._bare = None if bare is None else weakref.ref(bare)
+        self._homes: dict[Schedule, dict[int, torch.device]] = {}
+        self._placed: list[nn.Module] = []
+        self._answering: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._taken: list[conflicts.TakenOff] = []
+        self.runtime = self._new_runtime()
+
+    def _new_runtime(self) -> Runtime:
+        runtime = Runtime(Transfer(self.selection.device), [], self.selection.terms)
+        runtime.owner = self
+        runtime.notes = self.notes
+        runtime.restructure = functools.partial(_restructure, runtime)
+        return runtime
+
+    # ------------------------------------------------------------------ pipelines
+    @property
+    def pipes(self) -> list[Any]:
+        """The living pipelines."""
+        return [pipe for ref in self._pipes if (pipe := ref()) is not None]
+
+    def add_pipe(self, pipe: Any) -> None:
+        """Counts a pipeline's components among ours. Takes effect with the next change."""
+        if not any(other is pipe for other in self.pipes):
+            self._pipes.append(weakref.ref(pipe))
+
+    def drop_pipe(self, pipe: Any) -> None:
+        """Lets a pipeline go, and the components that only it has."""
+        self._pipes = [ref for ref in self._pipes if ref() is not None and ref() is not pipe]
+        self.make(self.examine())
+        for module in modules_of(pipe).values():
+            if not governors([module]):
+                patches.forget_device(module)
+
+    def _slots(self, instead: tuple[Any, str, Any] | None) -> dict[int, tuple[str, nn.Module, Any]]:
+        """Every module once: its name, itself, its pipeline."""
+        found: dict[int, tuple[str, nn.Module, Any]] = {}
+        taken = {schedule.name: id(schedule.component.module) for schedule in self.runtime.schedules}
+        for pipe in self.pipes:
+            modules = modules_of(pipe)
+            if instead is not None and instead[0] is pipe:
+                modules = {n: m for n, m in modules.items() if n != instead[1]}
+                if isinstance(instead[2], nn.Module):
+                    modules[instead[1]] = instead[2]
+            for name, module in modules.items():
+                if id(module) in found:
+                    continue
+                if taken.setdefault(name, id(module)) != id(module) and self._holds(taken[name], pipe):
+                    name = f"{name} of {type(pipe).__name__}"
+                found[id(module)] = (name, module, pipe)
+        return found
+
+    def _holds(self, module_id: int, pipe: Any) -> bool:
+        """Whether another pipeline than this one holds a module, so that its name is taken."""
+        return any(id(m) == module_id for p in self.pipes if p is not pipe for m in modules_of(p).values())
+
+    # ------------------------------------------------------------------ changes
+    def examine(self, instead: tuple[Any, str, Any] | None = None, explicit: bool = False) -> Change:
+        """Looks for what has to change, checks it, and changes nothing.
+
+        Args:
+            instead (`tuple`, *optional*): (pipeline, name, value): as if this had been assigned already.
+            explicit (`bool`): The user's own call, which takes components over from older handles.
+
+        Raises:
+            LayerwiseOffloadError: A component named exactly can't be treated as asked.
+            torch.OutOfMemoryError: The budget is too small with what arrives.
+        """
+        slots = self._slots(instead)
+        own = {id(schedule.component.module): schedule for schedule in self.runtime.schedules}
+        gone = [schedule for key, schedule in own.items() if key not in slots and self._bare is None]
+        elsewhere = {} if explicit else governors(module for _, module, _ in slots.values())
+        known = {*own, *elsewhere, *map(id, self._placed)}
+        fresh = {name: module for key, (name, module, _) in slots.items() if key not in known}
+        notes: list[str] = []
+        chosen = self._chosen(slots)
+        for pipe in self.pipes:
+            part = {n: m for key, (n, m, p) in slots.items() if p is pipe and n in fresh and n in chosen}
+            states = conflicts.check(pipe, {n: m for n, m in part.items() if chosen[n][0] is not Choice.SKIP})
+            notes += [f"{name}: {state} offload replaced" for name, state in states.items()]
+            chained = conflicts.has_chain(pipe)
+            rest = {n: m for _, (n, m, p) in slots.items() if p is pipe and n in fresh and n not in chosen}
+            for name in (n for n, m in rest.items() if chained or conflicts.found(m) is not None):
+                del fresh[name]
+        on_meta = {n for n, m in fresh.items() if conflicts.found(m) is not None}
+        select_ = self.selection
+        new = find_wanted(fresh, chosen, select_.options, select_.device, notes, on_meta)
+        placed = {n: m for n, m in fresh.items() if n in chosen and chosen[n][0] is Choice.SKIP}
+        if new or gone:
+            kept = [s for s in self.runtime.schedules if s not in gone]
+            self.runtime.plan_for([*kept, *(self._schedule(item) for item in new)])
+        return Change(new, gone, placed, notes)
+
+    def _chosen(self, slots: dict[int, tuple[str, nn.Module, Any]]) -> Selected:
+        """The user's selection, for names of all our pipelines; several pipelines may use one name."""
+        names: dict[str, Any] = {}
+        for pipe in self.pipes:
+            names |= {n: v for n, v in slots_of(pipe).items() if may_be_module(n, v)}
+        names |= {name.partition(" of ")[0]: module for name, module, _ in slots.values()}
+        chosen = select(self.selection.components, names, self.selection.mode, self.selection.options)
+        bases = {name: name.partition(" of ")[0] for name, _, _ in slots.values()}
+        return chosen | {name: chosen[base] for name, base in bases.items() if base in chosen}
+
+    def adopt_bare(self, wanted: Wanted) -> None:
+        """Takes a module without a pipeline in."""
+        self.runtime.plan_for([self._schedule(wanted)])
+        self.make(Change([wanted], [], {}, []))
+
+    def make(self, change: Change) -> None:
+        """Makes a change that was examined."""
+        if change.is_empty or self.is_removed:
+            return
+        self.notes += change.notes
+        _living.add(self)
+        for schedule in change.gone:
+            self._let_go(schedule)
+        ready = [self._ready(item) for item in change.new]
+        new = [self._schedule(item) for item, _ in ready]
+        kept = [s for s in self.runtime.schedules if s not in change.gone]
+        self.runtime.change(new, change.gone, self.runtime.plan_for([*kept, *new]))
+        for schedule in change.gone:
+            self._send_home(schedule)
+            schedule.close()
+        for schedule, (_, homes) in zip(new, ready, strict=True):
+            self._homes[schedule] = homes
+            hooks.install(self.runtime, schedule)
+            guard_moves(self.runtime, schedule)
+            self._answer(schedule.component.module)
+        for name, module in change.placed.items():
+            hooks.place(module, self.selection.device)
+            self._placed.append(module)
+            self._answer(module)
+            self.notes.append(f"{name}: skipped as asked; its weights stay where they are")
+        self._rechain()
+
+    def reconcile(self) -> None:
+        """Takes in what our pipelines hold now and nobody governs; what can't be is noted. Idempotent."""
+        if self.is_removed:
+            return
+        try:
+            self.make(self.examine())
+        except (RuntimeError, ValueError) as error:
+            self.notes.append(f"not taken over again: {error}")
+            logger.warning(self.notes[-1])
+
+    def _ready(self, item: Wanted) -> tuple[Wanted, dict[int, torch.device]]:
+        """Frees a component from other offloads and older handles, and brings its weights to the host.
+
+        Returns:
+            The component as it is then, and the devices that its tensors came from.
+        """
+        module = item.component.module
+        taken = conflicts.take_off(module)
+        if taken is not None:
+            self._taken.append(taken)
+        for other in {*governors(module.modules()).values()}:
+            other.give_up(module)
+        fresh = discover(module, item.component.name)
+        homes = to_host(fresh)
+        # Host copies of what was on a device are new memory: look again.
+        fresh = discover(module, item.component.name) if homes else fresh
+        return dataclasses.replace(item, component=fresh), homes
+
+    def _schedule(self, item: Wanted) -> Schedule:
+        transfer = self.runtime.transfer
+        default = HostTier.PINNED if transfer.is_async else HostTier.PAGEABLE
+        store = HostStore(transfer.device, item.config.host or default)
+        return Schedule(item.component, store, transfer, item.choice, item.config, item.unselected)
+
+    def _answer(self, module: nn.Module) -> None:
+        patches.answer_device(module, self.selection.device)
+        self._answering.add(module)
+
+    def _rechain(self) -> None:
+        """Model offload keeps the components that aren't ours, chained in its own order."""
+        for pipe in self.pipes:
+            if conflicts.has_chain(pipe):
+                ours = [m for m in modules_of(pipe).values() if governors([m])]
+                with patches.hiding([*ours, *self._placed]):
+                    conflicts.rechain(pipe)
+            self.answer_for(pipe)
+
+    @property
+    def placed(self) -> list[nn.Module]:
+        """Skipped components, of which only the device is answered for."""
+        return list(self._placed)
+
+    def answer_for(self, pipe: Any) -> None:
+        """Makes the components that another offload holds answer the execution device too."""
+        for module in modules_of(pipe).values():
+            if conflicts.found(module) is not None:
+                self._answer(module)
+
+    # ------------------------------------------------------------------ letting go
+    def give_unselected_up(self, pipe: Any) -> None:
+        """Another offload was asked for explicitly: it gets what nobody selected for us."""
+        modules = {id(m) for m in modules_of(pipe).values()}
+        gone = [s for s in self.runtime.schedules if s.unselected and id(s.component.module) in modules]
+        self.make(Change([], gone, {}, [f"{s.name}: left to model offload" for s in gone]))
+
+    def give_up(self, module: nn.Module) -> None:
+        """A newer handle takes a module, or what contains it: our hooks come off, its weights stay on the host."""
+        inside = {id(part) for part in module.modules()}
+        gone = [s for s in self.runtime.schedules if id(s.component.module) in inside]
+        for schedule in gone:
+            self._let_go(schedule)
+            self.notes.append(f"{schedule.name}: taken over by a newer call of layerwise offload")
+        kept = [s for s in self.runtime.schedules if s not in gone]
+        self.runtime.change([], gone, self.runtime.plan_for(kept))
+        for schedule in gone:
+            self._homes.pop(schedule, None)
+            schedule.close()
+
+    def _let_go(self, schedule: Schedule) -> None:
+        """Takes our hooks off a component and makes its host copy ordinary memory."""
+        with self.runtime.lock:
+            self.runtime.recover()
+            schedule.leave()
+        module = schedule.component.module
+        hooks.uninstall(schedule)
+        release_moves(module)
+        patches.forget_device(module)
+        schedule.renew()
+        schedule.store.release()
+
+    def _send_home(self, schedule: Schedule) -> None:
+        """Weights that came from a device go back there; where that doesn't fit they stay on the host, with a note."""
+        homes = self._homes.pop(schedule, {})
+        with plain_tensors():
+            for entry in schedule.component.entries():
+                device = homes.get(id(entry.tensor))
+                if device is None:
+                    continue
+                try:
+                    entry.tensor.data = entry.tensor.data.to(device)
+                except torch.OutOfMemoryError:
+                    note = f"{schedule.name} doesn't fit on {device} and stays on the CPU"
+                    self.notes.append(note)
+                    logger.warning(note)
+                    return
+
+    def remove(self) -> None:
+        """Makes everything ordinary again, and lets older handles take over what is theirs. Idempotent."""
+        if self.is_removed:
+            return
+        self.is_removed = True
+        self.runtime.release()
+        for schedule in self.runtime.schedules:
+            self._let_go(schedule)
+            self._send_home(schedule)
+        self.runtime.close()
+        for module in self._placed:
+            hooks.remove_placed(module)
+        for module in list(self._answering):
+            patches.forget_device(module)
+        _living.discard(self)
+        self._put_back()
+        for other in sorted(_living, key=lambda m: -m.serial):
+            other.reconcile()
+
+    def _put_back(self) -> None:
+        """A pipeline of which a part stays under another offload gets that offload back as a whole."""
+        for pipe in self.pipes:
+            modules = list(modules_of(pipe).values())
+            if conflicts.has_chain(pipe):
+                ours = [m for m in modules if governors([m])]
+                with patches.hiding(ours):
+                    conflicts.rechain(pipe)
+                continue
+            left = {conflicts.found(module) for module in modules}
+            for taken in self._taken:
+                if taken.state in left and taken.state != "model" and any(taken.module is m for m in modules):
+                    taken.put_back()
+
+    def move(self, device: torch.device) -> None:
+        """Runs everything on another device from now on. Raises before anything has changed when that can't be."""
+        terms = self.selection.terms
+        selection = dataclasses.replace(self.selection, device=device, terms=terms)
+        old = self.runtime
+        with old.lock:
+            old.release()
+            items = [Wanted(s.component, s.choice, s.config, s.unselected) for s in old.schedules]
+            homes = [self._homes.pop(s, {}) for s in old.schedules]
+            for schedule in old.schedules:
+                self._let_go(schedule)
+            old.close()
+            self.selection = selection
+            self.runtime = self._new_runtime()
+            self.make(Change(items, [], {}, [f"moved to {device} with the pipeline"]))
+            for schedule, home in zip(self.runtime.schedules, homes, strict=True):
+                self._homes[schedule] = home
+
+
+def _restructure(runtime: Runtime, schedule: Schedule) -> None:
+    module = schedule.component.module
+    fresh = discover(module, schedule.name)
+    if to_host(fresh):
+        # Put in while on the device. Its host copy is new memory: look again.
+        fresh = discover(module, schedule.name)
+    hooks.reinstall(runtime, schedule, fresh)

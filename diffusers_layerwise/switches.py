@@ -1,0 +1,231 @@
+"""diffusers' other switches beside ours: what each of them does to a pipeline that is under layerwise offload.
+
+Each function wraps one method: it gets the original, bound, then the pipeline and the arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from diffusers.utils import logging
+from torch import nn
+
+from . import patches, platform
+from .errors import LayerwiseOffloadError
+from .handle import HANDLE, OffloadHandle, call_contexts, handle_of
+from .members import Members, governors, modules_of, slots_of
+
+logger = logging.get_logger(__name__)
+Original = Callable[..., Any]
+
+#: Methods of pipelines and models that rewrite weights or modules: they find, and leave, everything on the host.
+EDITORS = """
+    load_lora_weights fuse_lora unfuse_lora unload_lora_weights set_adapters delete_adapters enable_lora disable_lora
+    load_lora_adapter unload_lora load_textual_inversion unload_textual_inversion load_ip_adapter unload_ip_adapter
+    fuse_qkv_projections unfuse_qkv_projections load_attn_procs enable_freeu disable_freeu
+""".split()
+
+
+def governed(pipe: Any) -> dict[str, nn.Module]:
+    """The components of a pipeline that any handle governs."""
+    modules = modules_of(pipe)
+    found = governors(modules.values())
+    return {name: module for name, module in modules.items() if id(module) in found}
+
+
+# ---------------------------------------------------------------------- calls and assignments
+def call(original: Original, pipe: Any, *args: Any, **kwargs: Any) -> Any:
+    """`pipe(...)`: a use begins and ends with it."""
+    with contextlib.ExitStack() as stack:
+        for context in call_contexts(pipe):
+            stack.enter_context(context)
+        return original(*args, **kwargs)
+
+
+def assign(original: Original, pipe: Any, name: str, value: Any) -> None:
+    """`pipe.name = value`: a component arrives, is swapped, or goes.
+
+    Everything is checked before the assignment, which then takes place, and takes effect at once.
+    """
+    handle = handle_of(pipe)
+    if handle is None:
+        original(name, value)
+        if isinstance(value, nn.Module):
+            _join(pipe, value)
+        return
+    old = pipe.__dict__.get(name)
+    if old is value or not (isinstance(value, nn.Module) or isinstance(old, nn.Module)) or name not in slots_of(pipe):
+        original(name, value)
+        return
+    members = handle._members
+    change = members.examine(instead=(pipe, name, value))
+    original(name, value)
+    members.make(change)
+
+
+def _join(pipe: Any, module: nn.Module) -> None:
+    """A pipeline made of another one's components belongs to the handle that governs them."""
+    members = governors([module]).get(id(module))
+    if members is None or not members.selection.terms.has_calls or not isinstance(members.handle, OffloadHandle):
+        return
+    members.handle._attach(pipe)
+    wrap(type(pipe))
+    members.make(members.examine())
+
+
+# ---------------------------------------------------------------------- other offloads
+def model_offload(original: Original, pipe: Any, *args: Any, **kwargs: Any) -> Any:
+    """`enable_model_cpu_offload()`: chains what isn't layerwise; also at the end of each call, to begin anew."""
+    ours = governed(pipe)
+    if patches.is_hiding() or not ours:
+        return original(*args, **kwargs)
+    for members in {*governors(ours.values()).values()}:
+        members.give_unselected_up(pipe)
+    ours = governed(pipe)
+    with patches.hiding([*ours.values(), *_placed(pipe)]):
+        result = original(*args, **kwargs)
+    handle = handle_of(pipe)
+    if handle is not None:
+        handle._members.answer_for(pipe)
+    return result
+
+
+def _placed(pipe: Any) -> list[nn.Module]:
+    handle = handle_of(pipe)
+    return [] if handle is None else handle._members.placed
+
+
+def refuse(original: Original, pipe: Any, *args: Any, **kwargs: Any) -> Any:
+    """`enable_sequential_cpu_offload()` and `enable_group_offload()` after ours: refused, nothing is changed."""
+    ours = [name for name in governed(pipe) if name not in _words(kwargs.get("exclude_modules"))]
+    if ours and not patches.is_hiding():
+        name = original.func.__name__ if hasattr(original, "func") else "this offload"
+        raise LayerwiseOffloadError(
+            f"{', '.join(map(repr, ours))} of this pipeline are under layerwise offload, and {name}() would move the "
+            f"same weights. Call pipe.disable_layerwise_offload() first."
+        )
+    return original(*args, **kwargs)
+
+
+def refuse_model(original: Original, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """`model.enable_group_offload()` on a component of ours: refused."""
+    if id(model) in governors([model]):
+        raise LayerwiseOffloadError(
+            f"This {type(model).__name__} is under layerwise offload, and group offload would move the same weights. "
+            f"Call disable_layerwise_offload() (or handle.remove()) first."
+        )
+    return original(*args, **kwargs)
+
+
+def _words(value: Any) -> Iterable[str]:
+    return [value] if isinstance(value, str) else value or ()
+
+
+def take_all_off(original: Original, pipe: Any, *args: Any, **kwargs: Any) -> Any:
+    """`remove_all_hooks()` and `reset_device_map()`: ours are hooks too, so layerwise offload ends in good order."""
+    if not patches.is_hiding():
+        for members in {*governors(governed(pipe).values()).values()}:
+            if isinstance(members.handle, OffloadHandle):
+                members.handle.remove()
+    return original(*args, **kwargs)
+
+
+def auto_offload(original: Original, manager: Any, *args: Any, **kwargs: Any) -> Any:
+    """`ComponentsManager.enable_auto_cpu_offload()`: manages what isn't ours."""
+    modules = [c for c in manager.components.values() if isinstance(c, nn.Module)]
+    found = governors(modules)
+    if not found:
+        return original(*args, **kwargs)
+    every = manager.components
+    ours = [m for m in modules if id(m) in found]
+    manager.components = type(every)((k, c) for k, c in every.items() if id(c) not in found)
+    try:
+        with patches.hiding(ours):
+            return original(*args, **kwargs)
+    finally:
+        manager.components = every
+
+
+# ---------------------------------------------------------------------- devices
+def move(original: Original, pipe: Any, *args: Any, **kwargs: Any) -> Any:
+    """`pipe.to(device)` runs the pipeline there from now on; `pipe.to(dtype)` converts the host copies."""
+    handle = handle_of(pipe)
+    if handle is not None and not patches.is_hiding():
+        device = _device_in([*args, *kwargs.values()])
+        if device is not None and device != handle._device:
+            handle._members.move(device)
+    return original(*args, **kwargs)
+
+
+def _device_in(values: Iterable[Any]) -> torch.device | None:
+    for value in values:
+        if isinstance(value, (str, torch.device)) or (isinstance(value, int) and not isinstance(value, bool)):
+            return platform.indexed(torch.device(value))
+    return None
+
+
+def device(original: Original, pipe: Any) -> torch.device:
+    """`pipe.device`: where it computes."""
+    handle = handle_of(pipe)
+    found: torch.device = original() if handle is None else handle._device
+    return found
+
+
+# ---------------------------------------------------------------------- edits
+def edit(original: Original, target: Any, *args: Any, **kwargs: Any) -> Any:
+    """A method that rewrites weights: everything of ours that lies on the device goes to the host before it."""
+    modules = [target] if isinstance(target, nn.Module) else list(modules_of(target).values())
+    with _on_host(governors(modules).values()):
+        return original(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _on_host(members: Iterable[Members]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for each in sorted({*members}, key=lambda m: m.serial):
+            stack.enter_context(each.runtime.lock)
+            each.runtime.release()
+        yield
+
+
+def wrap(kind: type) -> None:
+    """Puts all wrappers on a pipeline class and what it inherits from. Idempotent; inert for pipelines without us."""
+    for name, around in _PIPELINE.items():
+        patches.wrap_method(kind, name, around)
+    patches.wrap_property(kind, "components", patches.without_hidden)
+    patches.wrap_property(kind, "device", device)
+    for name in EDITORS:
+        patches.wrap_method(kind, name, edit)
+
+
+def wrap_models(modules: Iterable[nn.Module]) -> None:
+    """Puts the wrappers on the classes of models that edit themselves. Idempotent."""
+    for kind in {type(module) for module in modules}:
+        patches.wrap_method(kind, "enable_group_offload", refuse_model)
+        for name in EDITORS:
+            patches.wrap_method(kind, name, edit)
+
+
+def wrap_manager() -> None:
+    """Puts the wrapper on diffusers' `ComponentsManager`. Idempotent."""
+    with contextlib.suppress(ImportError):
+        from diffusers import ComponentsManager
+
+        patches.wrap_method(ComponentsManager, "enable_auto_cpu_offload", auto_offload)
+
+
+_PIPELINE: dict[str, Callable[..., Any]] = {
+    "__call__": call,
+    "__setattr__": assign,
+    "to": move,
+    "enable_model_cpu_offload": model_offload,
+    "enable_sequential_cpu_offload": refuse,
+    "enable_group_offload": refuse,
+    "remove_all_hooks": take_all_off,
+    "reset_device_map": take_all_off,
+}
+
+__all__ = ["HANDLE", "wrap", "wrap_manager", "wrap_models"]

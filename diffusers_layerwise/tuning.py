@@ -1,0 +1,67 @@
+"""What a handle measures: times of the first passes, and how fast the host's memory reaches the device."""
+
+from __future__ import annotations
+
+from .measure import PassTimer
+from .schedule import Schedule
+from .simulate import Link
+from .transfer import Ring, Transfer, plain_tensors
+
+#: Passes whose times are measured: the first, which also shows the order, and the second, with prefetch at work.
+MEASURED_PASSES = 2
+
+
+class Tuner:
+    """Times a few passes of each component without ever waiting for the device.
+
+    Args:
+        transfer (`Transfer`): The device.
+
+    Attributes:
+        link (`Link`, *optional*): Measured once, before steady state.
+        stall (`dict[str, float]`): Seconds of a measured pass that compute waited for copies, by component.
+    """
+
+    def __init__(self, transfer: Transfer) -> None:
+        self.link: Link | None = None
+        self.stall: dict[str, float] = {}
+        self._transfer = transfer
+        self._timers: dict[Schedule, PassTimer] = {}
+        self._count: dict[Schedule, int] = {}
+
+    def start(self, schedule: Schedule) -> None:
+        """A pass begins: it is timed if the component hasn't been timed often enough."""
+        if schedule.groups and self._count.get(schedule, 0) < MEASURED_PASSES:
+            schedule.timer = PassTimer(self._transfer)
+
+    def end(self, schedule: Schedule) -> None:
+        """A pass has ended; its marks are read once they are past."""
+        timer, schedule.timer = schedule.timer, None
+        if timer is not None and schedule.record:
+            self._timers[schedule] = timer
+            self._count[schedule] = self._count.get(schedule, 0) + 1
+
+    def take(self, schedule: Schedule) -> bool:
+        """Gives a component the times of its last timed pass, if they are there. Returns whether they were."""
+        timer = self._timers.get(schedule)
+        if timer is None or not timer.is_complete():
+            return False
+        busy, gap, self.stall[schedule.name] = self._timers.pop(schedule).read()
+        if len(busy) != len(schedule.order.uses):
+            return False
+        schedule.order.times = (busy, gap)
+        return True
+
+    def forget(self, schedule: Schedule) -> None:
+        """A component is gone, or has changed its structure: it is timed anew."""
+        self._timers.pop(schedule, None)
+        self._count.pop(schedule, None)
+
+    def measure_link(self, schedule: Schedule, ring: Ring | None) -> None:
+        """Times copies from a component's packed host memory. Waits on the host; does nothing the second time."""
+        units = schedule.order.sequence
+        place = next((p for unit in units if (p := schedule.store.place(unit)) is not None), None)
+        if self.link is not None or place is None or ring is None:
+            return
+        with plain_tensors():
+            self.link = Link(*ring.measure(place.chunk.buffer))
