@@ -62,8 +62,13 @@ def slots_of(pipe: Any) -> dict[str, Any]:
     try:
         return dict(pipe.components)
     except (AttributeError, ValueError):
-        names, _ = pipe._get_signature_keys(pipe)
-        return {name: pipe.__dict__[name] for name in names if name in pipe.__dict__}
+        return {name: pipe.__dict__[name] for name in names_of(pipe) if name in pipe.__dict__}
+
+
+def names_of(pipe: Any) -> list[str]:
+    """The names of the components that a pipeline may have."""
+    specs = getattr(pipe, "_component_specs", None)
+    return list(specs) if specs is not None else sorted(pipe._get_signature_keys(pipe)[0])
 
 
 def modules_of(pipe: Any) -> dict[str, nn.Module]:

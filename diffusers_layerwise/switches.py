@@ -16,7 +16,7 @@ from torch import nn
 from . import patches, platform
 from .errors import LayerwiseOffloadError
 from .handle import HANDLE, OffloadHandle, call_contexts, handle_of
-from .members import Members, governors, modules_of, slots_of
+from .members import Members, governors, modules_of, names_of
 
 logger = logging.get_logger(__name__)
 Original = Callable[..., Any]
@@ -57,7 +57,7 @@ def assign(original: Original, pipe: Any, name: str, value: Any) -> None:
             _join(pipe, value)
         return
     old = pipe.__dict__.get(name)
-    if old is value or not (isinstance(value, nn.Module) or isinstance(old, nn.Module)) or name not in slots_of(pipe):
+    if old is value or not (isinstance(value, nn.Module) or isinstance(old, nn.Module)) or name not in names_of(pipe):
         original(name, value)
         return
     members = handle._members
