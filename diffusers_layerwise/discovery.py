@@ -49,8 +49,8 @@ class Unit:
 
     def contents(self) -> tuple[tuple[int, int, int], ...]:
         """Identity, address and bytes of each tensor, to tell whether another unit holds the same."""
-        tensors = [entry.tensor for extent in self.extents for entry in extent.entries]
-        return tuple((id(t), t.data_ptr(), t.numel() * t.element_size()) for t in tensors)
+        entries = [entry for extent in self.extents for entry in extent.entries]
+        return tuple((id(e.tensor), e.host.data_ptr(), e.host.numel() * e.host.element_size()) for e in entries)
 
 
 @dataclasses.dataclass(eq=False)

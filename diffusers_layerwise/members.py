@@ -292,9 +292,12 @@ class Members:
         return list(self._placed)
 
     def answer_for(self, pipe: Any) -> None:
-        """Makes the components that another offload holds answer the execution device too."""
+        """Makes the components that another offload holds answer the execution device too.
+
+        But those of a `ComponentsManager`, whose hook moves a model when its `.device` is another one.
+        """
         for module in modules_of(pipe).values():
-            if conflicts.found(module) is not None:
+            if conflicts.found(module) not in (None, "auto"):
                 self._answer(module)
 
     # ------------------------------------------------------------------ letting go

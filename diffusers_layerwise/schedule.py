@@ -94,6 +94,7 @@ class Schedule:
         Units whose tensors are the same keep their place on the host and in the order. Others are used, and so
         ordered, in the next pass. A plan must be adopted after it.
         """
+        self.renew()
         self.store.forget(self._fixed_unit)
         before = {unit.contents(): unit for unit in self.component.units}
         kept: dict[int, Unit] = {}

@@ -168,7 +168,7 @@ def _device_in(values: Iterable[Any]) -> torch.device | None:
 
 
 def device(original: Original, pipe: Any) -> torch.device:
-    """`pipe.device`: where it computes."""
+    """`pipe.device` and `pipe._execution_device`: where it computes."""
     handle = handle_of(pipe)
     found: torch.device = original() if handle is None else handle._device
     return found
@@ -197,6 +197,7 @@ def wrap(kind: type) -> None:
         patches.wrap_method(kind, name, around)
     patches.wrap_property(kind, "components", patches.without_hidden)
     patches.wrap_property(kind, "device", device)
+    patches.wrap_property(kind, "_execution_device", device)
     for name in EDITORS:
         patches.wrap_method(kind, name, edit)
 
