@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +14,7 @@ from torch import nn
 
 import diffusers_layerwise  # noqa: F401
 import factory
+from diffusers_layerwise.selection import in_group
 
 #: What gradients are needed for can't be streamed, and is refused by name.
 REFUSED = {"sd15_attend": "gradients enabled"}
@@ -32,10 +36,12 @@ def cases() -> list[Any]:
     return [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.slow) for n in sorted(factory.CASES)]
 
 
-def state(pipe: Any) -> dict[str, tuple[int, torch.Tensor]]:
-    """Each parameter's identity and value."""
+def state(pipe: Any) -> dict[str, tuple[int, torch.device, torch.Tensor]]:
+    """Each parameter's identity, place and value."""
     modules = {n: m for n, m in pipe.components.items() if isinstance(m, nn.Module)}
-    return {f"{n}.{k}": (id(p), p.detach().clone()) for n, m in modules.items() for k, p in m.named_parameters()}
+    return {
+        f"{n}.{k}": (id(p), p.device, p.detach().clone()) for n, m in modules.items() for k, p in m.named_parameters()
+    }
 
 
 def leftovers(pipe: Any) -> list[str]:
@@ -43,30 +49,61 @@ def leftovers(pipe: Any) -> list[str]:
     found = [name for name in pipe.__dict__ if "layerwise" in name]
     for name, module in pipe.components.items():
         for path, part in module.named_modules() if isinstance(module, nn.Module) else []:
-            marks = {"_hf_hook", "_old_forward", "forward"} & set(part.__dict__)
+            marks = {"_hf_hook", "_old_forward", "forward", "_apply", "__reduce_ex__", "__deepcopy__"} & set(
+                part.__dict__
+            )
             found += [f"{name}.{path}: {mark}" for mark in sorted(marks)]
     return found
 
 
-@pytest.mark.parametrize("name", cases())
-def test_every_component_streams_and_comes_back(sim: ModuleType, name: str) -> None:
+def changed(case: Any) -> dict[str, Any]:
+    """Another prompt of another length, where the case has one that is a text."""
+    prompt = case.call_kwargs().get("prompt")
+    return {"prompt": prompt + ", a very different one, in oil"} if isinstance(prompt, str) else {}
+
+
+def outputs(case: Any, pipe: Any) -> list[torch.Tensor]:
+    """Two calls: as the case says, and with another seed and prompt."""
+    return [factory.run(case, pipe), factory.run(case, pipe, seed=1, **changed(case))]
+
+
+@functools.lru_cache(maxsize=4)
+def expected_outputs(name: str) -> list[torch.Tensor]:
+    """What the ordinary pipeline on the CPU gives, whose kernels the simulated device runs."""
     case = factory.CASES[name]
-    expected = factory.run(case, case.build())
+    return outputs(case, case.build())
+
+
+@pytest.mark.parametrize("selection", ["all", "dit"])
+@pytest.mark.parametrize("name", cases())
+def test_every_component_streams_and_comes_back(
+    sim: ModuleType, name: str, selection: str, record_property: Callable[[str, object], None]
+) -> None:
+    """`all` streams everything; with `dit` the rest is placed on the device, since there is room."""
+    case = factory.CASES[name]
+    record_property("pipeline", case.pipeline_class)
+    record_property("selection", selection)
     pipe = case.build()
+    if selection == "dit" and not any(in_group(component, "dit") for component in factory.modules_of(pipe)):
+        pytest.skip("the pipeline has no denoiser that is a component")
     before, marks = state(pipe), leftovers(pipe)
-    handle = pipe.enable_layerwise_offload(mode="memory", onload_device="sim")
+    threads = threading.active_count()
+    handle = pipe.enable_layerwise_offload(selection, mode="memory", onload_device="sim")
     if name in REFUSED:
         with pytest.raises(RuntimeError, match=REFUSED[name]):
             factory.run(case, pipe)
     else:
-        for _ in range(2):
-            assert torch.equal(factory.run(case, pipe), expected)
-        assert handle.plan.peak_bytes == handle.report().peak_seen
+        for found, expected in zip(outputs(case, pipe), expected_outputs(name), strict=True):
+            assert torch.equal(found, expected)
+        assert handle.plan.peak_bytes >= handle.report().peak_seen
+        assert handle.plan.peak_bytes == handle.report().peak_seen or selection == "dit"
     pipe.disable_layerwise_offload()
     after = state(pipe)
     assert before.keys() == after.keys()
-    for key, (identity, value) in before.items():
+    for key, (identity, device, value) in before.items():
         assert after[key][0] == identity or key.startswith(REPLACED)
-        assert torch.equal(after[key][1], value)
+        assert after[key][1] == device or key.startswith(REPLACED)
+        assert torch.equal(after[key][2], value)
     assert leftovers(pipe) == marks
     assert pipe.layerwise_offload is None
+    assert threading.active_count() == threads
