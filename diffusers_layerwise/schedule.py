@@ -99,6 +99,7 @@ class Schedule:
             busy,
             gap,
             self.unselected,
+            self.component.others,
         )
 
     def adopt(self, plan: ComponentPlan, ring: Ring | None) -> None:

@@ -13,9 +13,9 @@ PACKAGE = Path(__file__).resolve().parent.parent / "diffusers_layerwise"
 DESIGN = PACKAGE.parent / "docs" / "design.md"
 
 ORDER = """
-    errors config tensors reads discovery platform host plan simulate placement rings search transfer binding group
-    measure specs schedule passes runtime inputs hooks patches conflicts selection report components handle pipeline
-    __init__
+    errors device_maps config tensors residence reads discovery platform host plan simulate placement rings search
+    transfer binding group measure specs schedule passes runtime inputs hooks patches conflicts
+    selection report components handle pipeline __init__
 """.split()
 """Each module imports only from those before it."""
 
