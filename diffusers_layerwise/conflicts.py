@@ -6,6 +6,7 @@ from accelerate.hooks import AlignDevicesHook, CpuOffload, SequentialHook
 from diffusers import DiffusionPipeline
 from torch import nn
 
+from .dispatched import is_dispatched
 from .errors import LayerwiseOffloadError
 
 
@@ -18,7 +19,7 @@ def found(module: nn.Module) -> str | None:
     """Names the offload that a module is under, or None: `model`, `sequential`, `device_map` or `group`."""
     if any(isinstance(hook, CpuOffload) for hook in _hooks(module)):
         return "model"
-    if len(set(map(str, getattr(module, "hf_device_map", {}).values()))) > 1:
+    if is_dispatched(module):
         return "device_map"
     if any(isinstance(hook, AlignDevicesHook) for m in module.modules() for hook in _hooks(m)):
         return "sequential"
@@ -36,15 +37,11 @@ def check(pipe: DiffusionPipeline, selected: dict[str, nn.Module]) -> dict[str, 
         For each component, what will be replaced.
 
     Raises:
-        LayerwiseOffloadError: A component is under group offload or a device map.
+        LayerwiseOffloadError: A component is under group offload.
     """
     states = {name: found(module) for name, module in pipe.components.items() if isinstance(module, nn.Module)}
     for name in selected:
         _refuse(name, states[name])
-    if getattr(pipe, "hf_device_map", None) is not None and len(pipe.hf_device_map) > 1:
-        raise LayerwiseOffloadError(
-            "The pipeline has a device map. Call pipe.reset_device_map() first, then enable_layerwise_offload()."
-        )
     return {name: f"{state} offload replaced" for name, state in states.items() if state in ("model", "sequential")}
 
 
@@ -73,8 +70,4 @@ def _refuse(name: str, state: str | None) -> None:
         raise LayerwiseOffloadError(
             f"{name!r} is under diffusers' group offload, which can't be switched off. Load the pipeline anew and call "
             f"enable_layerwise_offload() instead of enable_group_offload()."
-        )
-    if state == "device_map":
-        raise LayerwiseOffloadError(
-            f"{name!r} is dispatched by a device map. Load it without device_map, then call enable_layerwise_offload()."
         )

@@ -10,7 +10,7 @@ from diffusers import DiffusionPipeline
 from diffusers.utils import logging
 from torch import nn
 
-from . import patches
+from . import dispatched, patches
 from .hooks import RootHook, hooks_of, remove_placed, uninstall
 from .plan import OffloadPlan
 from .report import Report, make_report
@@ -90,11 +90,14 @@ class OffloadHandle:
         self._removed = True
         self._runtime.release()
         for schedule in self._runtime.schedules:
+            if not any(isinstance(hook, RootHook) for hook in hooks_of(schedule.component.module)):
+                dispatched.forget(schedule.component.module)
             uninstall(schedule)
             patches.forget_device(schedule.component.module)
             schedule.renew()
             schedule.store.release()
             self._send_home(schedule)
+            dispatched.give_back(schedule.component.module)
         self._runtime.close()
         for module in self._placed:
             remove_placed(module)
@@ -149,5 +152,6 @@ def take_over(module: nn.Module) -> bool:
             schedule.renew()
             schedule.store.release()
             schedule.close()
+            dispatched.give_back(part)
             found = True
     return found

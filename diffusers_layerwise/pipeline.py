@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
-from . import conflicts, patches
-from .components import Selected, Wanted, checked, find_wanted, may_be_module, read_device, to_host
+from . import conflicts, dispatched, mapping, patches
+from .components import Selected, Wanted, checked, find_wanted, may_be_module, read_device, renewed, to_host
 from .config import HostTier, LayerwiseOffloadConfig, Mode, Residency, parse_bytes, read_mode
-from .discovery import discover
 from .handle import HANDLE, OffloadHandle, take_over
 from .hooks import install, place
 from .host import HostStore
@@ -66,13 +64,16 @@ def enable_layerwise_offload(
         raise TypeError(f"enable_layerwise_offload needs a DiffusionPipeline, got {type(pipe).__name__}.")
     chosen_mode, options = read_mode(mode), LayerwiseOffloadConfig.read(config)
     budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
-    device = read_device(onload_device)
     signature = {name: value for name, value in pipe.components.items() if may_be_module(name, value)}
     modules = {name: value for name, value in signature.items() if isinstance(value, nn.Module)}
+    device = read_device(mapping.main_device(modules.values()) if onload_device is None else onload_device)
+    only_loaded = mapping.check_pipeline(pipe, modules, options, device)
     chosen = select(components, signature, chosen_mode, options)
     replaced = conflicts.check(pipe, {n: modules[n] for n in modules if n in chosen})
+    if replaced:
+        mapping.refuse_beside(modules, replaced)
     terms = Terms(chosen_mode, budget, options.activation_reserve, options.residency or Residency.USE, True)
-    _runtime(find_wanted(modules, chosen, options, device, [], set(replaced)), device, terms)
+    _runtime(find_wanted(modules, chosen, options, device, [], set(replaced), only_loaded), device, terms)
     # All checks have passed: from here on things change.
     before = pipe.__dict__.get(HANDLE)
     if before is not None:
@@ -80,7 +81,8 @@ def enable_layerwise_offload(
     if replaced:
         conflicts.replace(pipe)
     notes = [f"{name}: {what}" for name, what in replaced.items()]
-    handle = _start(find_wanted(modules, chosen, options, device, notes, set()), device, terms, notes)
+    wanted = find_wanted(modules, chosen, options, device, notes, set(), only_loaded)
+    handle = _start(wanted, device, terms, notes, mapping.crosses(modules.values(), device))
     _place_skipped(handle, modules, chosen, device, notes)
     handle._belongs_to(pipe)
     patches.wrap_call(type(pipe), _scope)
@@ -116,12 +118,16 @@ def apply_layerwise_offload(
         raise TypeError(f"apply_layerwise_offload needs an nn.Module, got {type(module).__name__}.")
     chosen_mode, options = read_mode(mode), LayerwiseOffloadConfig.read(config)
     budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
-    device = read_device(onload_device)
+    device = read_device(mapping.main_device([module]) if onload_device is None else onload_device)
     name = type(module).__name__
     conflicts.refuse_hooked(name, module)
-    component = checked(name, module)
+    away = mapping.runs_elsewhere(module, device)
+    if away is not None:
+        raise mapping.refuse_elsewhere(name, device, away)
+    residence = mapping.residence(name, module, device, options)
+    component = checked(name, module, residence=residence)
     terms = Terms(chosen_mode, budget, options.activation_reserve or 0, options.residency or Residency.LASTING, False)
-    return _start([Wanted(component, Choice.LAYERWISE, options)], device, terms, [])
+    return _start([Wanted(component, Choice.LAYERWISE, options, residence=residence)], device, terms, [])
 
 
 def disable_layerwise_offload(pipe: DiffusionPipeline) -> None:
@@ -137,22 +143,30 @@ def disable_layerwise_offload(pipe: DiffusionPipeline) -> None:
         handle.remove()
 
 
-def _start(wanted: list[Wanted], device: torch.device, terms: Terms, notes: list[str]) -> OffloadHandle:
+def _start(
+    wanted: list[Wanted], device: torch.device, terms: Terms, notes: list[str], crossing: bool = False
+) -> OffloadHandle:
     """Makes the runtime (which checks the budget), and only then touches the modules."""
     runtime = _runtime(wanted, device, terms)
     homes: dict[str, dict[int, torch.device]] = {}
     moved = False
-    for item in wanted:
+    for position, item in enumerate(wanted):
         taken = take_over(item.component.module)
+        if item.residence is not None:
+            if item.choice is Choice.LAYERWISE:
+                notes.append(mapping.describe(item.component, item.residence))
+            if dispatched.take(item.component.module, device, crossing):
+                wanted[position] = item = renewed(item, device)
+                taken = True
         homes[item.component.name] = to_host(item.component)
         moved = moved or taken or bool(homes[item.component.name])
     if moved:
         # The host copies are new memory: look again.
-        fresh = [dataclasses.replace(w, component=discover(w.component.module, w.component.name)) for w in wanted]
-        runtime = _runtime(fresh, device, terms)
+        runtime = _runtime([renewed(item, device) for item in wanted], device, terms)
     runtime.notes = notes
     for schedule in runtime.schedules:
         install(runtime, schedule)
+        dispatched.return_outputs(schedule.component.module)
         patches.answer_device(schedule.component.module, device)
     return OffloadHandle(runtime, homes, notes)
 
@@ -173,6 +187,9 @@ def _place_skipped(
     """Skipped components answer the execution device; nothing else is done to them."""
     for name, module in modules.items():
         if name in chosen and chosen[name][0] is Choice.SKIP:
+            if dispatched.is_dispatched(module):
+                notes.append(f"{name}: skipped as asked; accelerate runs it, as its device map says")
+                continue
             place(module, device)
             patches.answer_device(module, device)
             handle._placed.append(module)
