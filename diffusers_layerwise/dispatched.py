@@ -124,7 +124,8 @@ class Dispatch:
         self.returns = next((hook for hook in align_hooks(module) if hook.io_same_device), None)
         for part in list(module.modules()):
             aligned = align_hooks(part)
-            if part is not module and (not aligned or any(_runs_elsewhere(hook, device) for hook in aligned)):
+            away = next(residence.elsewhere(part), None) is not None
+            if part is not module and (not aligned or (away and any(_runs_elsewhere(h, device) for h in aligned))):
                 continue
             self._unhook(part, device if crossing and part is not module and aligned else None)
         self.wrappers = {k: v for k, v in before.items() if k not in module.__dict__ and not k.startswith("_")}
@@ -156,7 +157,8 @@ class Dispatch:
             self._send_home()
         for part, hook in self.hooks:
             known = {id(h) for h in _flat(hook)}
-            later = [h for h in hooks_of(part) if not isinstance(h, MoveHook) and id(h) not in known]
+            now = [h for outer in hooks_of(part) for h in _flat(outer)]
+            later = [h for h in now if not isinstance(h, MoveHook) and id(h) not in known]
             _detach(part)
             _attach(part, hook)
             for other in later:
@@ -266,6 +268,13 @@ def give_back(module: nn.Module) -> None:
 def forget(module: nn.Module) -> None:
     """Leaves a module as it is, where somebody removed its hooks and so the map with them. Idempotent."""
     module.__dict__.pop(TAKEN, None)
+
+
+def main_device(module: nn.Module) -> torch.device | None:
+    """The accelerator that runs a dispatched module but for what is mapped to others: that of its root's hook."""
+    root = next((hook for part, hook in dispatch_of(module).hooks if part is module), None)
+    aligned = align_hooks(module) if root is None else [h for h in _flat(root) if isinstance(h, AlignDevicesHook)]
+    return next((device for hook in aligned if (device := _device(hook.execution_device)) is not None), None)
 
 
 def accelerators(module: nn.Module) -> Iterator[tuple[torch.device, int]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import platform
+from . import dispatched, platform
 from .config import LayerwiseOffloadConfig, format_bytes
 from .device_maps import CPU, DISK, check_names, covering
 from .discovery import Component
@@ -24,12 +24,13 @@ NO_REPLACING = (
 
 
 def main_device(modules: Iterable[nn.Module]) -> torch.device | None:
-    """The accelerator that uses most of what dispatched modules hold, None where none does: the execution device."""
+    """The execution device: accelerate's main one for most of what dispatched modules hold, or None."""
     count: Counter[torch.device] = Counter()
     for module in modules:
         if is_dispatched(module):
+            main = dispatched.main_device(module)
             for device, size in accelerators(module):
-                count[device] += size
+                count[main or device] += size
     return max(count, key=lambda device: count[device]) if count else None
 
 

@@ -593,6 +593,44 @@ def run_mapped(pipe: Any, made: dict[str, Any]) -> torch.Tensor:
     return factory.run("flux", fresh)
 
 
+@pytest.mark.parametrize("device", [None, "sim:1"])
+def test_a_transformer_loaded_over_devices_host_and_disk_runs(
+    two: ModuleType, tmp_path: Path, device: str | None
+) -> None:
+    pipe = factory.CASES["flux"].build()
+    expected = factory.run("flux", pipe)
+    pipe.transformer.save_pretrained(tmp_path)
+    device_map: DeviceMap = {name: 0 for name, _ in pipe.transformer.named_children() if "blocks" not in name}
+    for name in ("transformer_blocks", "single_transformer_blocks"):
+        places: list[int | str] = ["cpu", 1, "disk", 1] if name == "transformer_blocks" else ["disk", 0, 1, "cpu"]
+        device_map |= {f"{name}.{i}": place for i, place in enumerate(places)}
+    pipe.transformer = type(pipe.transformer).from_pretrained(
+        tmp_path, device_map=device_map, offload_folder=tmp_path / "offload"
+    )
+    before = (state(pipe.transformer), hooks(pipe.transformer))
+    for mode in ("auto", "memory"):
+        handle = dl.enable_layerwise_offload(pipe, mode=mode, onload_device=device)
+        assert handle.report().device == (device or "sim:0")
+        for _ in range(2):
+            assert torch.equal(factory.run("flux", pipe), expected)
+        assert set(handle.plan.device_map("transformer").values()) == {0, 1, "cpu", "disk"}
+    pipe.disable_layerwise_offload()
+    assert (state(pipe.transformer), hooks(pipe.transformer)) == before
+
+
+def test_a_single_module_is_taken_over(two: ModuleType) -> None:
+    def make() -> nn.Linear:
+        return models.make(nn.Linear, models.WIDTH, models.WIDTH)
+
+    # Where its root has weights itself, accelerate leaves the output on the device.
+    x = models.numbers(3, models.WIDTH).to("sim:0")
+    module = dispatched(make(), {"": "cpu"})
+    with dl.apply_layerwise_offload(module) as handle:
+        check_rounds(module, x, models.run(make(), x.cpu()))
+        assert handle.plan.device_map("Linear") == {"": "cpu"}
+    check_rounds(module, x, models.run(make(), x.cpu()), 2)
+
+
 def test_a_component_takes_a_map_as_an_option(two: ModuleType) -> None:
     expected = factory.run("flux", factory.CASES["flux"].build())
     pipe = factory.CASES["flux"].build()
