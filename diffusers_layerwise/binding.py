@@ -193,4 +193,5 @@ def _reread(entry: Entry) -> Entry | None:
         if tensor.device.type != "cpu":
             tensor.data = tensor.data.to("cpu")
         host = tensor.data
-    return Entry(tensor, entry.owners, entry.name, host, entry.is_buffer)
+    on_disk = entry.on_disk and host.data_ptr() == entry.host.data_ptr()
+    return Entry(tensor, entry.owners, entry.name, host, entry.is_buffer, on_disk)

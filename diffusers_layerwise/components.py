@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import platform
+from . import mapping, platform
 from .config import LayerwiseOffloadConfig
 from .discovery import Component, discover
+from .dispatched import is_dispatched
 from .errors import LayerwiseOffloadError
 from .hooks import outer_component
 from .plan import Choice
+from .residence import Residence
 from .transfer import plain_tensors
 
 Selected = dict[str, tuple[Choice, LayerwiseOffloadConfig, bool]]
@@ -21,12 +23,16 @@ Selected = dict[str, tuple[Choice, LayerwiseOffloadConfig, bool]]
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """One component as selected, checked. `unselected`: nobody named it, so it is resident or offloaded as a whole."""
+    """One component as selected, checked.
+
+    `unselected`: nobody named it, so it is resident or offloaded as a whole. `residence`: what its device map says.
+    """
 
     component: Component
     choice: Choice
     config: LayerwiseOffloadConfig
     unselected: bool = False
+    residence: Residence | None = None
 
 
 def find_wanted(
@@ -36,6 +42,7 @@ def find_wanted(
     device: torch.device,
     notes: list[str],
     on_meta: set[str],
+    only_loaded: bool = False,
 ) -> list[Wanted]:
     """The components to hook: selected ones, then the rest as whole components.
 
@@ -46,6 +53,7 @@ def find_wanted(
         device (`torch.device`): The execution device.
         notes (`list[str]`): Gets a line for each component that a group picked and that can't be streamed.
         on_meta (`set[str]`): Those whose weights another offload still holds back: they are checked by shape.
+        only_loaded (`bool`): The components' device maps said where to load them, and no more.
 
     Raises:
         LayerwiseOffloadError: A component named exactly can't be treated as asked.
@@ -55,18 +63,53 @@ def find_wanted(
     for name, module in modules.items():
         choice, config, exact = chosen.get(name, (Choice.OFFLOAD, options, False))
         if choice is Choice.SKIP:
-            _check_skipped(name, module, device)
+            if not is_dispatched(module):
+                _check_skipped(name, module, device)
             continue
         if id(module) in seen or (not exact and next(module.parameters(), None) is None):
             continue
         seen.add(id(module))
+        away = mapping.runs_elsewhere(module, device)
+        if away is not None:
+            if exact:
+                raise mapping.refuse_elsewhere(name, device, away)
+            notes.append(f"{name}: resident on {away}, as its device map says")
+            continue
         try:
-            wanted.append(Wanted(checked(name, module, name in on_meta), choice, config, name not in chosen))
+            wanted.append(
+                _wanted(name, module, (choice, config, name not in chosen), device, name in on_meta, only_loaded)
+            )
         except LayerwiseOffloadError as error:
             if exact:
                 raise
             notes.append(f"{name}: skipped: {error}")
     return wanted
+
+
+def _wanted(
+    name: str,
+    module: nn.Module,
+    how: tuple[Choice, LayerwiseOffloadConfig, bool],
+    device: torch.device,
+    on_meta: bool,
+    only_loaded: bool,
+) -> Wanted:
+    """One component, checked; one that nobody selected but that a device map governs is streamed as the map says."""
+    choice, config, unselected = how
+    residence = mapping.residence(name, module, device, config, only_loaded)
+    if unselected and residence is not None:
+        choice, unselected = Choice.LAYERWISE, False
+    return Wanted(checked(name, module, on_meta, residence), choice, config, unselected, residence)
+
+
+def renewed(item: Wanted, device: torch.device) -> Wanted:
+    """A component looked at again, after its weights came to be in other memory."""
+    component, residence = item.component, item.residence
+    if residence is not None:
+        residence = mapping.residence(component.name, component.module, device, item.config)
+    return dataclasses.replace(
+        item, component=discover(component.module, component.name, residence=residence), residence=residence
+    )
 
 
 def _check_skipped(name: str, module: nn.Module, device: torch.device) -> None:
@@ -79,9 +122,11 @@ def _check_skipped(name: str, module: nn.Module, device: torch.device) -> None:
         )
 
 
-def checked(name: str, module: nn.Module, on_meta: bool = False) -> Component:
+def checked(name: str, module: nn.Module, on_meta: bool = False, residence: Residence | None = None) -> Component:
     """A component, or an error that says why it can't be streamed."""
-    component = discover(module, name, on_meta)
+    component = discover(module, name, on_meta, residence)
+    if residence is not None:
+        mapping.refuse_split_units(component, residence)
     outer = outer_component(module)
     if outer is not None:
         raise LayerwiseOffloadError(

@@ -8,6 +8,7 @@ import math
 import re
 from typing import Any
 
+from .device_maps import DeviceMap, read_device_map
 from .errors import nearest
 
 
@@ -114,6 +115,8 @@ class LayerwiseOffloadConfig:
         host (`str`, *optional*): The host tier, see [`HostTier`]; `"pinned"` unless the execution device is the CPU.
         activation_reserve (`int` or `str`, *optional*): Bytes of the budget left to activations. 0 makes the budget
             weights only. By default a tenth of the budget, at most 2 GiB (0 for a bare module).
+        device_map (`Mapping[str, int | str | torch.device]`, *optional*): accelerate's kind of map (as
+            `infer_auto_device_map` makes it): modules on the execution device are resident, `"cpu"` ones streamed.
 
     Example:
         >>> LayerwiseOffloadConfig.read({"prefetch": 2, "group_size": "64MiB"}).group_size
@@ -127,6 +130,7 @@ class LayerwiseOffloadConfig:
     residency: Residency | None = None
     host: HostTier | None = None
     activation_reserve: int | None = None
+    device_map: DeviceMap | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.prefetch, str):
@@ -148,6 +152,10 @@ class LayerwiseOffloadConfig:
             _set(self, "group_size", parse_bytes(self.group_size, "config.group_size (bytes or 'layer')"))
         if self.activation_reserve is not None and self.activation_reserve != 0:
             _set(self, "activation_reserve", parse_bytes(self.activation_reserve, "config.activation_reserve"))
+        if self.device_map is not None:
+            _set(self, "device_map", read_device_map(self.device_map, "config.device_map"))
+            if self.resident is not None:
+                raise ValueError("config.device_map and config.resident both say who is resident; give one of them.")
 
     @classmethod
     def read(cls, value: LayerwiseOffloadConfig | dict[str, Any] | None) -> LayerwiseOffloadConfig:

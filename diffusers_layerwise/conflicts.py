@@ -12,6 +12,7 @@ from accelerate.hooks import AlignDevicesHook, CpuOffload, SequentialHook, add_h
 from diffusers import DiffusionPipeline
 from torch import nn
 
+from .dispatched import is_dispatched
 from .errors import LayerwiseOffloadError
 
 #: The offloads that can be taken off a component, as [`found`] names them.
@@ -42,7 +43,7 @@ def found(module: nn.Module) -> str | None:
         return "model"
     if any(_is_auto(hook) for hook in _hooks(module)):
         return "auto"
-    if len(set(map(str, getattr(module, "hf_device_map", {}).values()))) > 1:
+    if is_dispatched(module):
         return "device_map"
     if any(isinstance(hook, AlignDevicesHook) for m in module.modules() for hook in _hooks(m)):
         return "sequential"
@@ -62,24 +63,24 @@ def _group_hook(module: nn.Module) -> Any:
     return None
 
 
-def check(pipe: Any, selected: dict[str, nn.Module]) -> dict[str, str]:
+def check(selected: dict[str, nn.Module]) -> dict[str, str]:
     """Finds the offloads that have to be taken off the selected components, and refuses what can't be taken off.
 
     Returns:
         For each component under another offload, its name.
 
     Raises:
-        LayerwiseOffloadError: A component is under group offload on disk, or under a device map.
+        LayerwiseOffloadError: A component is under group offload on disk.
     """
     states = {name: found(module) for name, module in selected.items()}
     for name, module in selected.items():
         _refuse(name, module, states[name])
-    device_map = getattr(pipe, "hf_device_map", None)
-    if device_map is not None and len(device_map) > 1:
-        raise LayerwiseOffloadError(
-            "The pipeline has a device map. Call pipe.reset_device_map() first, then enable_layerwise_offload()."
-        )
-    return {name: state for name, state in states.items() if state is not None}
+    return {name: state for name, state in states.items() if state in REPLACEABLE}
+
+
+def is_replaceable(module: nn.Module) -> bool:
+    """Whether a module is under an offload that [`take_off`] takes off."""
+    return found(module) in REPLACEABLE
 
 
 def take_off(module: nn.Module) -> TakenOff | None:
@@ -148,8 +149,4 @@ def _refuse(name: str, module: nn.Module, state: str | None) -> None:
         raise LayerwiseOffloadError(
             f"{name!r} is under diffusers' group offload to disk, which doesn't keep its weights in memory and can't "
             f"be switched off. Load the pipeline anew and call enable_layerwise_offload() instead."
-        )
-    if state == "device_map":
-        raise LayerwiseOffloadError(
-            f"{name!r} is dispatched by a device map. Load it without device_map, then call enable_layerwise_offload()."
         )

@@ -17,6 +17,7 @@ from torch import nn
 
 from .errors import LayerwiseOffloadError
 from .reads import weights_read
+from .residence import Residence, named_tensors
 from .tensors import Entry, Extent, collect_extents, why_not_movable
 
 #: A unit is small when it has at most 1/64 of the largest unit's bytes, and all small ones together at most 0.5 % of
@@ -33,7 +34,8 @@ class Unit:
     """Parameters that move together because one module's call reads them.
 
     `triggers` are the modules whose `forward` needs the unit (several when modules share all their parameters).
-    `layer` is the innermost repeated block that holds it, or None.
+    `layer` is the innermost repeated block that holds it, or None. `resident` is what a device map says, if any.
+    `tensors` are the names of its parameters, tied ones under each name.
     """
 
     index: int
@@ -41,6 +43,13 @@ class Unit:
     layer: str | None
     triggers: list[nn.Module]
     extents: list[Extent]
+    resident: bool | None = None
+    tensors: tuple[str, ...] = ()
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether the host copy of any of it is a view of a file."""
+        return any(entry.on_disk for extent in self.extents for entry in extent.entries)
 
     @property
     def size(self) -> int:
@@ -58,7 +67,8 @@ class Component:
     """What discovery found in one module: units in registration order, and what stays resident while it is in use.
 
     `fixed` are the extents of buffers, small units and parameters owned by modules around units; `weights` counts the
-    bytes of all parameters (not aligned, tied ones once); `unmovable` says what can't be streamed and why.
+    bytes of all parameters (not aligned, tied ones once); `unmovable` says what can't be streamed and why. `others` are
+    the names of all that is in no unit, with the device of what stays on a further accelerator.
     """
 
     name: str
@@ -68,6 +78,7 @@ class Component:
     layers: list[str]
     weights: int
     unmovable: list[str]
+    others: tuple[tuple[str, str | None], ...] = ()
 
     @property
     def fixed_size(self) -> int:
@@ -107,13 +118,14 @@ def register_layers(module_class: type[nn.Module], names: Sequence[str]) -> None
     _registered[module_class] = tuple(names)
 
 
-def discover(module: nn.Module, name: str, allow_meta: bool = False) -> Component:
+def discover(module: nn.Module, name: str, allow_meta: bool = False, residence: Residence | None = None) -> Component:
     """Finds a component's units, layers and fixed tensors. Reads shapes and pointers only; moves nothing.
 
     Args:
         module (`nn.Module`): The component.
         name (`str`): Its name in the pipeline, for messages.
         allow_meta (`bool`): Take meta tensors too: for planning, before the weights are there.
+        residence (`Residence`, *optional*): What a device map says; what stays on a further accelerator is left out.
 
     Raises:
         LayerwiseOffloadError: A name given to [`register_layers`] doesn't exist.
@@ -121,7 +133,7 @@ def discover(module: nn.Module, name: str, allow_meta: bool = False) -> Componen
     layers = dict(find_layers(module))
     roots = _unit_roots(module)
     paths = {id(m): path for path, m in module.named_modules()}
-    entries, unmovable = _entries(module, allow_meta)
+    entries, unmovable = _entries(module, allow_meta, residence)
     homes = _homes(entries, roots, _read_directly(module))
     units: list[Unit] = []
     loose = list(homes.pop(None, []))
@@ -137,7 +149,30 @@ def discover(module: nn.Module, name: str, allow_meta: bool = False) -> Componen
     units = [unit for unit in units if unit not in small]
     for index, unit in enumerate(units):
         unit.index = index
-    return Component(name, module, units, collect_extents(loose), sorted(layers.values()), weights, unmovable)
+    others = _name_tensors(module, units, residence)
+    return Component(name, module, units, collect_extents(loose), sorted(layers.values()), weights, unmovable, others)
+
+
+def _name_tensors(
+    module: nn.Module, units: list[Unit], residence: Residence | None
+) -> tuple[tuple[str, str | None], ...]:
+    """Gives units the names of their tensors and what a device map says of them; returns what is in no unit."""
+    unit_of = {id(e.tensor): unit for unit in units for extent in unit.extents for e in extent.entries}
+    others: list[tuple[str, str | None]] = []
+    names: dict[Unit, list[str]] = {unit: [] for unit in units}
+    for name, held in named_tensors(module, persistent=True):
+        away = residence is not None and residence.is_elsewhere(held)
+        unit = unit_of.get(id(held if residence is None else residence.of(held).tensor))
+        if away or unit is None:
+            others.append((name, str(held.device) if away else None))
+        else:
+            names[unit].append(name)
+    for unit in units:
+        unit.tensors = tuple(names[unit])
+        if residence is not None:
+            # A module that is split between device and host streams: resident, it would take more than the map gives.
+            unit.resident = all(residence.is_resident(e.tensor) for extent in unit.extents for e in extent.entries)
+    return tuple(others)
 
 
 def find_layers(module: nn.Module) -> Iterator[tuple[str, str]]:
@@ -218,15 +253,17 @@ def _registered_children(module: nn.Module) -> list[nn.Module] | None:
     return None
 
 
-def _entries(module: nn.Module, allow_meta: bool) -> tuple[list[Entry], list[str]]:
+def _entries(module: nn.Module, allow_meta: bool, residence: Residence | None) -> tuple[list[Entry], list[str]]:
     """Every parameter and buffer once, with all its owners; and what can't be moved, by name and reason."""
     found: dict[int, Entry] = {}
     unmovable: list[str] = []
     for path, owner in module.named_modules():
         for held, is_buffer in ((owner._parameters, False), (owner._buffers, True)):
             for name, tensor in held.items():
-                if tensor is None:
+                if tensor is None or (residence is not None and residence.is_elsewhere(tensor)):
                     continue
+                home = None if residence is None else residence.of(tensor)
+                tensor = tensor if home is None else home.tensor
                 if id(tensor) in found:
                     found[id(tensor)].owners.append((owner, name))
                     continue
@@ -237,7 +274,9 @@ def _entries(module: nn.Module, allow_meta: bool) -> tuple[list[Entry], list[str
                     continue
                 with torch.inference_mode(False), torch.no_grad():
                     host = tensor.data
-                found[id(tensor)] = Entry(tensor, [(owner, name)], full, host, is_buffer)
+                found[id(tensor)] = Entry(
+                    tensor, [(owner, name)], full, host, is_buffer, home is not None and home.on_disk
+                )
     return list(found.values()), unmovable
 
 

@@ -108,7 +108,8 @@ class HostStore:
         """
         if self.tier is not HostTier.PINNED:
             return
-        waiting = [unit for unit in units if unit not in self._places]
+        # What is mapped from a file stays there: packing would read all of it into memory.
+        waiting = [unit for unit in units if unit not in self._places and not unit.on_disk]
         self.was_interrupted = bool(waiting)
         with torch.inference_mode(False), torch.no_grad():
             while waiting:

@@ -13,10 +13,9 @@ import torch
 from diffusers.utils import logging
 from torch import nn
 
-from . import conflicts, hooks, patches
-from .components import Selected, Wanted, find_wanted, may_be_module, to_host
+from . import conflicts, dispatched, hooks, mapping, patches
+from .components import Selected, Wanted, find_wanted, may_be_module, renewed, to_host
 from .config import HostTier, LayerwiseOffloadConfig, Mode
-from .discovery import discover
 from .host import HostStore
 from .moves import guard_moves, release_moves
 from .plan import Choice
@@ -180,17 +179,19 @@ class Members:
         fresh = {name: module for key, (name, module, _) in slots.items() if key not in known}
         notes: list[str] = []
         chosen = self._chosen(slots)
+        only_loaded = False
         for pipe in self.pipes:
             part = {n: m for key, (n, m, p) in slots.items() if p is pipe and n in fresh and n in chosen}
-            states = conflicts.check(pipe, {n: m for n, m in part.items() if chosen[n][0] is not Choice.SKIP})
+            only_loaded |= mapping.check_pipeline(pipe, part, self.selection.options, self.selection.device)
+            states = conflicts.check({n: m for n, m in part.items() if chosen[n][0] is not Choice.SKIP})
             notes += [f"{name}: {state} offload replaced" for name, state in states.items()]
             chained = conflicts.has_chain(pipe)
             rest = {n: m for _, (n, m, p) in slots.items() if p is pipe and n in fresh and n not in chosen}
-            for name in (n for n, m in rest.items() if chained or conflicts.found(m) is not None):
+            for name in (n for n, m in rest.items() if chained or conflicts.is_replaceable(m)):
                 del fresh[name]
-        on_meta = {n for n, m in fresh.items() if conflicts.found(m) is not None}
+        on_meta = {n for n, m in fresh.items() if conflicts.is_replaceable(m)}
         select_ = self.selection
-        new = find_wanted(fresh, chosen, select_.options, select_.device, notes, on_meta)
+        new = find_wanted(fresh, chosen, select_.options, select_.device, notes, on_meta, only_loaded)
         placed = {n: m for n, m in fresh.items() if n in chosen and chosen[n][0] is Choice.SKIP}
         if new or gone:
             kept = [s for s in self.runtime.schedules if s not in gone]
@@ -230,14 +231,22 @@ class Members:
         for schedule, (_, homes) in zip(new, ready, strict=True):
             self._homes[schedule] = homes
             hooks.install(self.runtime, schedule)
+            dispatched.return_outputs(schedule.component.module)
             guard_moves(self.runtime, schedule)
             self._answer(schedule.component.module)
         for name, module in change.placed.items():
-            hooks.place(module, self.selection.device)
-            self._placed.append(module)
-            self._answer(module)
-            self.notes.append(f"{name}: skipped as asked; its weights stay where they are")
+            self._place(name, module)
         self._rechain()
+
+    def _place(self, name: str, module: nn.Module) -> None:
+        """Skipped components answer the execution device; nothing else is done to them."""
+        self._placed.append(module)
+        if dispatched.is_dispatched(module):
+            self.notes.append(f"{name}: skipped as asked; accelerate runs it, as its device map says")
+            return
+        hooks.place(module, self.selection.device)
+        self._answer(module)
+        self.notes.append(f"{name}: skipped as asked; its weights stay where they are")
 
     def reconcile(self) -> None:
         """Takes in what our pipelines hold now and nobody governs; what can't be is noted. Idempotent."""
@@ -261,11 +270,15 @@ class Members:
             self._taken.append(taken)
         for other in {*governors(module.modules()).values()}:
             other.give_up(module)
-        fresh = discover(module, item.component.name)
-        homes = to_host(fresh)
+        if item.residence is not None:
+            if item.choice is Choice.LAYERWISE:
+                self.notes.append(mapping.describe(item.component, item.residence))
+            others = [m for pipe in self.pipes for m in modules_of(pipe).values()]
+            dispatched.take(module, self.selection.device, mapping.crosses(others, self.selection.device))
+        item = renewed(item, self.selection.device)
+        homes = to_host(item.component)
         # Host copies of what was on a device are new memory: look again.
-        fresh = discover(module, item.component.name) if homes else fresh
-        return dataclasses.replace(item, component=fresh), homes
+        return renewed(item, self.selection.device) if homes else item, homes
 
     def _schedule(self, item: Wanted) -> Schedule:
         transfer = self.runtime.transfer
@@ -318,6 +331,7 @@ class Members:
         self.runtime.change([], gone, self.runtime.plan_for(kept))
         for schedule in gone:
             self._homes.pop(schedule, None)
+            dispatched.give_back(schedule.component.module)
             schedule.close()
 
     def _let_go(self, schedule: Schedule) -> None:
@@ -326,6 +340,9 @@ class Members:
             self.runtime.recover()
             schedule.leave()
         module = schedule.component.module
+        if not governors([module]):
+            # Somebody has taken all hooks off: there is nothing to give back to.
+            dispatched.forget(module)
         hooks.uninstall(schedule)
         release_moves(module)
         patches.forget_device(module)
@@ -333,8 +350,14 @@ class Members:
         schedule.store.release()
 
     def _send_home(self, schedule: Schedule) -> None:
-        """Weights that came from a device go back there; where that doesn't fit they stay on the host, with a note."""
-        homes = self._homes.pop(schedule, {})
+        """Weights go back to where they came from: a device, or accelerate's hooks.
+
+        Where that doesn't fit on the device they stay on the host, with a note.
+        """
+        self._to_device(schedule, self._homes.pop(schedule, {}))
+        dispatched.give_back(schedule.component.module)
+
+    def _to_device(self, schedule: Schedule, homes: dict[int, torch.device]) -> None:
         with plain_tensors():
             for entry in schedule.component.entries():
                 device = homes.get(id(entry.tensor))
@@ -401,9 +424,11 @@ class Members:
 
 
 def _restructure(runtime: Runtime, schedule: Schedule) -> None:
-    module = schedule.component.module
-    fresh = discover(module, schedule.name)
-    if to_host(fresh):
+    device = runtime.transfer.device
+    residence = mapping.residence(schedule.name, schedule.component.module, device, schedule.config)
+    item = Wanted(schedule.component, schedule.choice, schedule.config, residence=residence)
+    item = renewed(item, device)
+    if to_host(item.component):
         # Put in while on the device. Its host copy is new memory: look again.
-        fresh = discover(module, schedule.name)
-    hooks.reinstall(runtime, schedule, fresh)
+        item = renewed(item, device)
+    hooks.reinstall(runtime, schedule, item.component)

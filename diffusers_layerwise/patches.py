@@ -41,7 +41,7 @@ def wrap_method(kind: type, name: str, around: Around) -> None:
         if base is object or original is None or getattr(original, _MARK, False) or not callable(original):
             continue
         setattr(base, name, _wrapped(original, around))
-    inherited = getattr(kind, name, None)
+    inherited: Any = getattr(kind, name, None)
     if inherited is not None and inherited is getattr(object, name, None):
         # `ModularPipeline` has `object`'s `__setattr__`, which can't be replaced there.
         root = next(base for base in kind.__mro__ if base in pipeline_classes())

@@ -8,7 +8,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
-from . import conflicts, patches, switches
+from . import conflicts, mapping, patches, switches
 from .components import Wanted, checked, read_device
 from .config import LayerwiseOffloadConfig, Mode, Residency, parse_bytes, read_mode
 from .handle import HANDLE, OffloadHandle, handle_of
@@ -61,7 +61,8 @@ def enable_layerwise_offload(
     chosen_mode, options = read_mode(mode), LayerwiseOffloadConfig.read(config)
     budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
     terms = Terms(chosen_mode, budget, options.activation_reserve, options.residency or Residency.USE, True)
-    members = Members(Selection(components, chosen_mode, options, read_device(onload_device), terms))
+    device = read_device(mapping.main_device(modules_of(pipe).values()) if onload_device is None else onload_device)
+    members = Members(Selection(components, chosen_mode, options, device, terms))
     members.add_pipe(pipe)
     members.examine(explicit=True)
     # All checks have passed: from here on things change.
@@ -106,13 +107,17 @@ def apply_layerwise_offload(
         raise TypeError(f"apply_layerwise_offload needs an nn.Module, got {type(module).__name__}.")
     chosen_mode, options = read_mode(mode), LayerwiseOffloadConfig.read(config)
     budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
-    device = read_device(onload_device)
+    device = read_device(mapping.main_device([module]) if onload_device is None else onload_device)
     name = type(module).__name__
     conflicts.refuse_hooked(name, module)
-    component = checked(name, module, conflicts.found(module) is not None)
+    away = mapping.runs_elsewhere(module, device)
+    if away is not None:
+        raise mapping.refuse_elsewhere(name, device, away)
+    residence = mapping.residence(name, module, device, options)
+    component = checked(name, module, conflicts.is_replaceable(module), residence)
     terms = Terms(chosen_mode, budget, options.activation_reserve or 0, options.residency or Residency.LASTING, False)
     members = Members(Selection(None, chosen_mode, options, device, terms), bare=module)
-    members.adopt_bare(Wanted(component, Choice.LAYERWISE, options))
+    members.adopt_bare(Wanted(component, Choice.LAYERWISE, options, residence=residence))
     switches.wrap_models([module])
     handle = members.handle = OffloadHandle(members)
     return handle

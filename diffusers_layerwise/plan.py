@@ -7,6 +7,7 @@ import enum
 from collections.abc import Sequence
 
 from .config import LayerwiseOffloadConfig, Mode, Residency, format_bytes
+from .device_maps import CPU, DISK, device_value, shortest
 from .tensors import ALIGNMENT
 
 
@@ -27,12 +28,19 @@ class Choice(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class UnitSpec:
-    """A unit as a plan sees it: its bytes in a region, its layer, and the chunk of host memory that holds it."""
+    """A unit as a plan sees it: its bytes in a region, its layer, and the chunk of host memory that holds it.
+
+    `resident` is what a device map says (None: the plan decides), `on_disk` whether its host copy is a view of a file,
+    `tensors` the names of its parameters.
+    """
 
     name: str
     layer: str | None
     size: int
     chunk: int = 0
+    resident: bool | None = None
+    on_disk: bool = False
+    tensors: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +53,8 @@ class ComponentSpec:
         busy (`tuple[float]`, *optional*): For each use, seconds from its weights' arrival to its module's end.
         gap (`tuple[float]`, *optional*): For each use, seconds from there to the next use's start.
         unselected (`bool`): The user didn't name it: resident when it fits, else offloaded as a whole.
+        others (`tuple[tuple[str, str | None]]`): Names of tensors that no unit holds, each with the device it stays on
+            if that is a further accelerator.
     """
 
     name: str
@@ -57,6 +67,26 @@ class ComponentSpec:
     busy: tuple[float, ...] | None = None
     gap: tuple[float, ...] | None = None
     unselected: bool = False
+    others: tuple[tuple[str, str | None], ...] = ()
+
+    @property
+    def mapped(self) -> bool:
+        """Whether a device map says who is resident."""
+        return self.choice is Choice.LAYERWISE and any(unit.resident is not None for unit in self.units)
+
+    def streaming(self) -> ComponentSpec:
+        """This component without what a device map keeps resident: what needs a ring."""
+        if not self.mapped:
+            return self
+        units: list[UnitSpec] = []
+        gaps = 0
+        for unit in self.units:
+            if unit.resident:
+                gaps += 1
+            else:
+                # A gap ends a group, as the end of a chunk does.
+                units.append(dataclasses.replace(unit, chunk=unit.chunk + (gaps << 32)))
+        return dataclasses.replace(self, units=tuple(units))
 
     @property
     def size(self) -> int:
@@ -96,6 +126,19 @@ class ComponentPlan:
     weights: int
     residency: Residency
     step: float | None = None
+    units: tuple[UnitSpec, ...] = ()
+    others: tuple[tuple[str, str | None], ...] = ()
+
+    def places(self, device: str) -> dict[str, int | str]:
+        """Each tensor, and where it is: the device's index, `"cpu"` or `"disk"` (see [`OffloadPlan.device_map`])."""
+        found = {name: device_value(away or device) for name, away in self.others}
+        stays = self.choice is not Choice.OFFLOAD
+        for group in self.groups:
+            for unit in self.units[group.start : group.stop]:
+                streamed: int | str = DISK if unit.on_disk else CPU
+                value = device_value(device) if group.resident and stays else streamed
+                found.update(dict.fromkeys(unit.tensors, value))
+        return found
 
     @property
     def resident_bytes(self) -> int:
@@ -140,6 +183,24 @@ class OffloadPlan:
     reserve: int = 0
     together: tuple[frozenset[str], ...] = ()
     provisional: bool = True
+    device: str = CPU
+
+    def device_map(self, name: str) -> dict[str, int | str]:
+        """The plan of one component as a device map that `accelerate.dispatch_model` takes, as short as possible.
+
+        Resident and small weights have the device's index, streamed ones `"cpu"`, or `"disk"` where they are streamed
+        from a file. A component that is moved as a whole for each use is `"cpu"` but for its small weights.
+
+        Args:
+            name (`str`): The component.
+
+        Raises:
+            KeyError: There is no such component.
+
+        Example:
+            >>> accelerate.dispatch_model(copy, handle.plan.device_map("transformer"))
+        """
+        return shortest(self.component(name).places(self.device))
 
     @property
     def ring_bytes(self) -> int:
@@ -192,7 +253,8 @@ def _line(component: ComponentPlan) -> str:
 def cut(units: Sequence[UnitSpec], limit: int | None) -> list[tuple[int, int]]:
     """Cuts units into runs of at most `limit` bytes, or (with None) into layers. A larger unit is a run of its own.
 
-    Runs don't cross a chunk of host memory, since a group is one copy.
+    Runs don't cross a chunk of host memory, since a group is one copy, nor the bounds of what a device map keeps
+    resident.
 
     Example:
         >>> cut([UnitSpec("a", None, 3), UnitSpec("b", None, 3), UnitSpec("c", None, 9)], 6)
@@ -205,7 +267,7 @@ def cut(units: Sequence[UnitSpec], limit: int | None) -> list[tuple[int, int]]:
         if before is not None:
             same = unit.layer is not None and unit.layer == before.layer
             full = not same if limit is None else size + unit.size > limit
-            if full or unit.chunk != before.chunk:
+            if full or unit.chunk != before.chunk or unit.resident != before.resident:
                 runs.append((start, index))
                 start, size = index, 0
         size += unit.size

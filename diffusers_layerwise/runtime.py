@@ -99,6 +99,7 @@ class Runtime:
             tuple(sorted(self._together, key=sorted)),
             provisional=self.is_provisional(),
             strict=strict,
+            device=str(self.transfer.device),
         )
 
     def is_provisional(self) -> bool:

@@ -124,6 +124,7 @@ class Schedule:
             busy,
             gap,
             self.unselected,
+            self.component.others,
         )
 
     def adopt(self, plan: ComponentPlan, ring: Ring | None) -> None:

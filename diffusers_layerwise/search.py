@@ -36,6 +36,7 @@ class Request:
         together (`Sequence[frozenset[str]]`): Components that alternate within a step share the budget.
         strict (`bool`): Explicit residents that don't fit are an error. Not so when a plan in force is made anew: then
             they are kept as far as they fit.
+        device (`str`): The execution device.
     """
 
     mode: Mode
@@ -46,6 +47,7 @@ class Request:
     together: tuple[frozenset[str], ...] = ()
     provisional: bool = True
     strict: bool = True
+    device: str = "cpu"
 
     @property
     def reserved(self) -> int:
@@ -78,8 +80,8 @@ def smallest_peak(specs: Sequence[ComponentSpec], residency: Residency = Residen
     streamed = _streamed(specs)
     if not streamed:
         return _set_aside(specs) + _whole_in_use(specs)
-    ring = smallest_ring(streamed)
-    lasting = [s for s in streamed if (s.config.residency or residency) is Residency.LASTING]
+    ring = smallest_ring(_ringed(streamed))
+    lasting = [s for s in streamed if _stays(s, residency) is Residency.LASTING]
     held = sum(_asked(s, ring) for s in lasting)
     in_use = max([0, *(_asked(s, ring) for s in streamed if s not in lasting)])
     return ring.nbytes + _set_aside(specs) + held + max(in_use, _whole_in_use(specs))
@@ -95,11 +97,11 @@ def make_plan(specs: Sequence[ComponentSpec], request: Request) -> OffloadPlan:
     Raises:
         torch.OutOfMemoryError: No plan fits the budget; the message says the smallest that works.
     """
-    specs = _settle(specs, request)
+    given, specs = specs, _settle([_as_mapped(s) for s in specs], request)
     least = smallest_peak(specs, request.residency)
     # A plan in force is only made anew: explicit residents are then kept as far as they fit.
     if request.strict and request.budget is not None and least > request.budget:
-        raise _too_small(request, least, _streamed(specs))
+        raise _too_small(request, least, given)
     if request.mode in (Mode.AUTO, Mode.SPEED) and _all_fit(specs, request.budget):
         return _plan(specs, request, RingShape(0, 0, WHOLE_PIECE), all_resident=True)
     streamed = _streamed(specs)
@@ -111,6 +113,17 @@ def _streamed(specs: Sequence[ComponentSpec]) -> list[ComponentSpec]:
     return [s for s in specs if s.choice is Choice.LAYERWISE and s.units]
 
 
+def _ringed(streamed: Sequence[ComponentSpec]) -> list[ComponentSpec]:
+    """What the ring has to be large enough for: without units that a device map keeps resident."""
+    return [part for s in streamed if (part := s.streaming()).units]
+
+
+def _as_mapped(spec: ComponentSpec) -> ComponentSpec:
+    """A component that a device map keeps on the device as a whole is a resident one."""
+    whole = spec.mapped and all(unit.resident for unit in spec.units)
+    return dataclasses.replace(spec, choice=Choice.RESIDENT) if whole else spec
+
+
 def _settle(specs: Sequence[ComponentSpec], request: Request) -> list[ComponentSpec]:
     """Components that nobody selected become resident when that fits the budget, else they are offloaded as a whole."""
     if request.budget is None or not any(s.unselected for s in specs):
@@ -119,11 +132,14 @@ def _settle(specs: Sequence[ComponentSpec], request: Request) -> list[ComponentS
     return resident if smallest_peak(resident, request.residency) <= request.budget else list(specs)
 
 
-def _too_small(request: Request, least: int, streamed: Sequence[ComponentSpec]) -> torch.OutOfMemoryError:
+def _too_small(request: Request, least: int, specs: Sequence[ComponentSpec]) -> torch.OutOfMemoryError:
     total, need = request.total or 0, request.total_for(least)
-    names = ", ".join(repr(s.name) for s in streamed if s.config.resident is not None)
+    names = ", ".join(repr(s.name) for s in _streamed(specs) if s.config.resident is not None)
+    mapped = ", ".join(repr(s.name) for s in specs if s.mapped and any(unit.resident for unit in s.units))
     smaller = ", or a smaller config['activation_reserve']" if least <= total else ""
     what = f"the resident groups that config['resident'] asks for in {names}" if names else WHAT_MUST_FIT
+    if mapped:
+        what = f"what the device map keeps resident in {mapped}"
     return torch.OutOfMemoryError(
         f"A memory budget of {format_bytes(total)} (of which {format_bytes(request.reserved)} are reserved for "
         f"activations) can't hold {what}: the smallest budget that works is {need} bytes "
@@ -146,7 +162,7 @@ def _whole_in_use(specs: Sequence[ComponentSpec]) -> int:
 
 
 def _all_fit(specs: Sequence[ComponentSpec], budget: int | None) -> bool:
-    if any(s.config.resident is not None or s.config.prefetch is not None for s in specs):
+    if any(s.config.resident is not None or s.config.prefetch is not None or s.mapped for s in specs):
         return False
     if budget is None:
         return True
@@ -156,9 +172,11 @@ def _all_fit(specs: Sequence[ComponentSpec], budget: int | None) -> bool:
 
 # ---------------------------------------------------------------------- the ring
 def _best_ring(streamed: Sequence[ComponentSpec], specs: Sequence[ComponentSpec], request: Request) -> RingShape:
-    main = max(streamed, key=lambda s: s.size)
+    ringed = _ringed(streamed)
+    name = max(ringed, key=lambda s: s.size).name
+    main = next(s for s in streamed if s.name == name)
     scored: list[tuple[float, int, RingShape]] = []
-    for ring in candidates(streamed, request.mode):
+    for ring in candidates(ringed, request.mode):
         if not _fits(ring, streamed, specs, request):
             continue
         if request.mode in (Mode.MEMORY, Mode.MANUAL):
@@ -171,27 +189,41 @@ def _best_ring(streamed: Sequence[ComponentSpec], specs: Sequence[ComponentSpec]
         step = score if refined is None else refined
         if best is None or (step, ring.nbytes) < best[:2]:
             best = (step, ring.nbytes, ring)
-    return smallest_ring(streamed) if best is None else best[2]
+    return smallest_ring(ringed) if best is None else best[2]
 
 
 def _fits(ring: RingShape, streamed: Sequence[ComponentSpec], specs: Sequence[ComponentSpec], request: Request) -> bool:
     room = _room(specs, request, ring)
     if room is not None and room < 0:
         return False
+    lasting = sum(_asked(s, ring) for s in streamed if _residency(s, request) is Residency.LASTING)
+    if room is not None and lasting + _whole_in_use(specs) > room:
+        return False
     for spec in streamed:
+        if spec.mapped and ring.small and _forced(spec.streaming(), ring):
+            return False
         share = _share(spec, specs, request, ring)
-        if _asked(spec, ring) > share or (ring.small and _forced(spec, ring) > share):
+        if _asked(spec, ring) > share or (ring.small and not spec.mapped and _forced(spec, ring) > share):
             return False
     return True
 
 
 def _asked(spec: ComponentSpec, ring: RingShape) -> int:
-    """Device bytes that an explicit `resident` asks for: a share of the groups' bytes, or so many of the largest."""
+    """Device bytes that a device map or an explicit `resident` asks for: a share of all, or so many largest groups."""
     wanted = spec.config.resident
+    runs = runs_of(spec, ring.limit)
+    if spec.mapped:
+        kept = [size + ALIGNMENT for size, own in zip(sizes_of(spec, runs), _mapped(spec, runs), strict=True) if own]
+        return sum(kept)
     if wanted is None:
         return 0
-    costs = sorted((size + ALIGNMENT for size in sizes_of(spec, runs_of(spec, ring.limit))), reverse=True)
+    costs = sorted((size + ALIGNMENT for size in sizes_of(spec, runs)), reverse=True)
     return int(wanted * sum(costs)) if isinstance(wanted, float) else sum(costs[:wanted])
+
+
+def _mapped(spec: ComponentSpec, runs: Sequence[tuple[int, int]]) -> list[bool]:
+    """Which groups a device map keeps resident; no group has units of both kinds."""
+    return [spec.units[start].resident is True for start, _ in runs]
 
 
 def _forced(spec: ComponentSpec, ring: RingShape) -> int:
@@ -213,7 +245,8 @@ def _score(main: ComponentSpec, ring: RingShape, specs: Sequence[ComponentSpec],
     sizes = sizes_of(main, runs)
     line = timeline(main, runs, request.link)
     budget = _share(main, specs, request, ring)
-    resident = place(line, sizes, budget, Placement.STALL, None, ring.largest)
+    free = not main.mapped
+    resident = place(line, sizes, budget, Placement.STALL, None, ring.largest) if free else _mapped(main, runs)
     return simulate(line, sizes, resident, ring.slot_bytes, ring.count, request.link).step
 
 
@@ -233,6 +266,7 @@ def _plan(specs: Sequence[ComponentSpec], request: Request, ring: RingShape, all
         request.reserved,
         request.together,
         request.provisional,
+        request.device,
     )
 
 
@@ -251,21 +285,36 @@ def _component(spec: ComponentSpec, ring: RingShape, specs: Sequence[ComponentSp
     line = timeline(spec, runs, request.link)
     budget = _resident_budget(spec, ring, _share(spec, specs, request, ring), request)
     most = spec.config.resident if isinstance(spec.config.resident, int) else None
-    resident = place(line, sizes, budget, spec.config.placement, most, ring.largest)
+    if spec.mapped:
+        resident = _mapped(spec, runs)
+    else:
+        resident = place(line, sizes, budget, spec.config.placement, most, ring.largest)
     step: float | None = None
     if spec.busy is not None and ring.count:
         shape = (ring.slot_bytes, ring.count)
-        if request.mode in (Mode.AUTO, Mode.SPEED) and spec.config.placement is Placement.STALL and most is None:
+        free = most is None and not spec.mapped and spec.config.placement is Placement.STALL
+        if request.mode in (Mode.AUTO, Mode.SPEED) and free:
             resident, outcome = refine(line, sizes, resident, budget, shape, request.link)
             step = outcome.step
         else:
             step = simulate(line, sizes, resident, *shape, request.link).step
-    groups = _groups(spec, runs, sizes, resident)
-    return ComponentPlan(spec.name, spec.choice, groups, spec.fixed, spec.weights, _residency(spec, request), step)
+    return _planned(spec, _groups(spec, runs, sizes, resident), _residency(spec, request), step)
+
+
+def _planned(
+    spec: ComponentSpec, groups: tuple[GroupPlan, ...], residency: Residency, step: float | None = None
+) -> ComponentPlan:
+    return ComponentPlan(
+        spec.name, spec.choice, groups, spec.fixed, spec.weights, residency, step, spec.units, spec.others
+    )
 
 
 def _residency(spec: ComponentSpec, request: Request) -> Residency:
-    return spec.config.residency or request.residency
+    return _stays(spec, request.residency)
+
+
+def _stays(spec: ComponentSpec, default: Residency) -> Residency:
+    return spec.config.residency or (Residency.LASTING if spec.mapped else default)
 
 
 def _resident_budget(spec: ComponentSpec, ring: RingShape, available: int, request: Request) -> int:
@@ -286,7 +335,7 @@ def _share(spec: ComponentSpec, specs: Sequence[ComponentSpec], request: Request
         return _UNLIMITED
     streamed = _streamed(specs)
     lasting = [s for s in streamed if _residency(s, request) is Residency.LASTING]
-    asked = {s.name: _asked(s, ring) for s in lasting if s.config.resident is not None}
+    asked = {s.name: _asked(s, ring) for s in lasting if s.config.resident is not None or s.mapped}
     # What is offloaded as a whole has to fit beside what lasts.
     left = max(0, room - sum(asked.values()) - _whole_in_use(specs))
     total = max(1, sum(s.size for s in streamed if s.name not in asked))
@@ -302,7 +351,7 @@ def _whole_plan(spec: ComponentSpec, request: Request, residency: Residency) -> 
     runs = cut(spec.units, WHOLE_PIECE)
     groups = _groups(spec, runs, sizes_of(spec, runs), [True] * len(runs))
     kept = Residency.USE if spec.choice is Choice.OFFLOAD else spec.config.residency or residency
-    return ComponentPlan(spec.name, spec.choice, groups, spec.fixed, spec.weights, kept)
+    return _planned(spec, groups, kept)
 
 
 def _groups(

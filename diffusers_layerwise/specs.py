@@ -19,7 +19,7 @@ def unit_specs(sequence: Sequence[Unit], store: HostStore) -> tuple[UnitSpec, ..
     for unit in sequence:
         place = store.place(unit)
         chunk = UNPACKED if place is None else chunks.setdefault(id(place.chunk), len(chunks))
-        specs.append(UnitSpec(unit.name, unit.layer, unit.size, chunk))
+        specs.append(UnitSpec(unit.name, unit.layer, unit.size, chunk, unit.resident, unit.on_disk, unit.tensors))
     return tuple(specs)
 
 

@@ -69,7 +69,7 @@ def why_not_movable(tensor: torch.Tensor, allow_meta: bool = False) -> str | Non
 class Entry:
     """One parameter or buffer: the tensor, its host copy, and every (module, name) that holds it.
 
-    `tensor` is never replaced; `tensor.data` points at `host` or at device memory.
+    `tensor` is never replaced; `tensor.data` points at `host` or at device memory. `on_disk`: `host` is a file's view.
     """
 
     tensor: torch.Tensor
@@ -77,6 +77,7 @@ class Entry:
     name: str
     host: torch.Tensor
     is_buffer: bool = False
+    on_disk: bool = False
 
     def current(self) -> torch.Tensor | None:
         """What the owning module holds under this name now; not `tensor` once somebody replaced it."""

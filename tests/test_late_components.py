@@ -1,4 +1,4 @@
-"""Components that arrive, are swapped or go after layerwise offload was enabled, and pipelines made of one another's."""
+"""Components that arrive, are swapped or go after enabling, and pipelines made of one another's components."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ PACKAGE = Path(__file__).resolve().parent.parent / "diffusers_layerwise"
 DESIGN = PACKAGE.parent / "docs" / "design.md"
 
 ORDER = """
-    errors config watch tensors reads discovery platform host plan simulate placement rings search transfer binding
-    group measure specs order schedule tuning passes runtime inputs hooks patches moves conflicts selection report
-    components members handle switches pipeline __init__
+    errors device_maps config watch tensors residence reads discovery platform host plan simulate placement rings search
+    transfer binding group measure specs order schedule tuning passes runtime inputs hooks patches moves weights_maps
+    dispatched conflicts selection report mapping components members handle switches pipeline __init__
 """.split()
 """Each module imports only from those before it."""
 

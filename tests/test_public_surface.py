@@ -123,6 +123,7 @@ def test_config_fields_and_defaults() -> None:
         "residency": None,
         "host": None,
         "activation_reserve": None,
+        "device_map": None,
     }
 
 
