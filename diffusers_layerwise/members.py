@@ -13,16 +13,14 @@ import torch
 from diffusers.utils import logging
 from torch import nn
 
-from . import conflicts, dispatched, hooks, mapping, patches
-from .components import Selected, Wanted, find_wanted, may_be_module, renewed, to_host
-from .config import HostTier, LayerwiseOffloadConfig, Mode
-from .host import HostStore
-from .moves import guard_moves, release_moves
+from . import adoption, conflicts, dispatched, hooks, mapping, patches
+from .components import Selected, Wanted, find_wanted, may_be_module
+from .config import LayerwiseOffloadConfig, Mode
 from .plan import Choice
 from .runtime import Runtime, Terms
 from .schedule import Schedule
 from .selection import Components, select
-from .transfer import Transfer, plain_tensors
+from .transfer import Transfer
 
 logger = logging.get_logger(__name__)
 _serials = itertools.count()
@@ -105,7 +103,7 @@ class Members:
         self.is_removed = False
         self._pipes: list[weakref.ref[Any]] = []
         self._bare = None if bare is None else weakref.ref(bare)
-        self._homes: dict[Schedule, dict[int, torch.device]] = {}
+        self._homes: dict[Schedule, adoption.Homes] = {}
         self._placed: list[nn.Module] = []
         self._answering: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._taken: list[conflicts.TakenOff] = []
@@ -115,7 +113,7 @@ class Members:
         runtime = Runtime(Transfer(self.selection.device), [], self.selection.terms)
         runtime.owner = self
         runtime.notes = self.notes
-        runtime.restructure = functools.partial(_restructure, runtime)
+        runtime.restructure = functools.partial(adoption.restructure, runtime)
         return runtime
 
     # ------------------------------------------------------------------ pipelines
@@ -220,19 +218,17 @@ class Members:
         self.notes += change.notes
         _living.add(self)
         for schedule in change.gone:
-            self._let_go(schedule)
+            adoption.let_go(self.runtime, schedule)
         ready = [self._ready(item) for item in change.new]
         new = [self._schedule(item) for item, _ in ready]
         kept = [s for s in self.runtime.schedules if s not in change.gone]
         self.runtime.change(new, change.gone, self.runtime.plan_for([*kept, *new]))
         for schedule in change.gone:
-            self._send_home(schedule)
+            adoption.send_home(schedule, self._homes.pop(schedule, {}), self.notes)
             schedule.close()
         for schedule, (_, homes) in zip(new, ready, strict=True):
             self._homes[schedule] = homes
-            hooks.install(self.runtime, schedule)
-            dispatched.return_outputs(schedule.component.module)
-            guard_moves(self.runtime, schedule)
+            adoption.install(self.runtime, schedule)
             self._answer(schedule.component.module)
         for name, module in change.placed.items():
             self._place(name, module)
@@ -258,7 +254,7 @@ class Members:
             self.notes.append(f"not taken over again: {error}")
             logger.warning(self.notes[-1])
 
-    def _ready(self, item: Wanted) -> tuple[Wanted, dict[int, torch.device]]:
+    def _ready(self, item: Wanted) -> tuple[Wanted, adoption.Homes]:
         """Frees a component from other offloads and older handles, and brings its weights to the host.
 
         Returns:
@@ -270,21 +266,13 @@ class Members:
             self._taken.append(taken)
         for other in {*governors(module.modules()).values()}:
             other.give_up(module)
-        if item.residence is not None:
-            if item.choice is Choice.LAYERWISE:
-                self.notes.append(mapping.describe(item.component, item.residence))
-            others = [m for pipe in self.pipes for m in modules_of(pipe).values()]
-            dispatched.take(module, self.selection.device, mapping.crosses(others, self.selection.device))
-        item = renewed(item, self.selection.device)
-        homes = to_host(item.component)
-        # Host copies of what was on a device are new memory: look again.
-        return renewed(item, self.selection.device) if homes else item, homes
+        if item.residence is not None and item.choice is Choice.LAYERWISE:
+            self.notes.append(mapping.describe(item.component, item.residence))
+        others = [m for pipe in self.pipes for m in modules_of(pipe).values()]
+        return adoption.bring_to_host(item, self.selection.device, mapping.crosses(others, self.selection.device))
 
     def _schedule(self, item: Wanted) -> Schedule:
-        transfer = self.runtime.transfer
-        default = HostTier.PINNED if transfer.is_async else HostTier.PAGEABLE
-        store = HostStore(transfer.device, item.config.host or default)
-        return Schedule(item.component, store, transfer, item.choice, item.config, item.unselected)
+        return adoption.make_schedule(item, self.runtime.transfer)
 
     def _answer(self, module: nn.Module) -> None:
         patches.answer_device(module, self.selection.device)
@@ -325,7 +313,7 @@ class Members:
         inside = {id(part) for part in module.modules()}
         gone = [s for s in self.runtime.schedules if id(s.component.module) in inside]
         for schedule in gone:
-            self._let_go(schedule)
+            adoption.let_go(self.runtime, schedule)
             self.notes.append(f"{schedule.name}: taken over by a newer call of layerwise offload")
         kept = [s for s in self.runtime.schedules if s not in gone]
         self.runtime.change([], gone, self.runtime.plan_for(kept))
@@ -334,43 +322,6 @@ class Members:
             dispatched.give_back(schedule.component.module)
             schedule.close()
 
-    def _let_go(self, schedule: Schedule) -> None:
-        """Takes our hooks off a component and makes its host copy ordinary memory."""
-        with self.runtime.lock:
-            self.runtime.recover()
-            schedule.leave()
-        module = schedule.component.module
-        if not governors([module]):
-            # Somebody has taken all hooks off: there is nothing to give back to.
-            dispatched.forget(module)
-        hooks.uninstall(schedule)
-        release_moves(module)
-        patches.forget_device(module)
-        schedule.renew()
-        schedule.store.release()
-
-    def _send_home(self, schedule: Schedule) -> None:
-        """Weights go back to where they came from: a device, or accelerate's hooks.
-
-        Where that doesn't fit on the device they stay on the host, with a note.
-        """
-        self._to_device(schedule, self._homes.pop(schedule, {}))
-        dispatched.give_back(schedule.component.module)
-
-    def _to_device(self, schedule: Schedule, homes: dict[int, torch.device]) -> None:
-        with plain_tensors():
-            for entry in schedule.component.entries():
-                device = homes.get(id(entry.tensor))
-                if device is None:
-                    continue
-                try:
-                    entry.tensor.data = entry.tensor.data.to(device)
-                except torch.OutOfMemoryError:
-                    note = f"{schedule.name} doesn't fit on {device} and stays on the CPU"
-                    self.notes.append(note)
-                    logger.warning(note)
-                    return
-
     def remove(self) -> None:
         """Makes everything ordinary again, and lets older handles take over what is theirs. Idempotent."""
         if self.is_removed:
@@ -378,8 +329,8 @@ class Members:
         self.is_removed = True
         self.runtime.release()
         for schedule in self.runtime.schedules:
-            self._let_go(schedule)
-            self._send_home(schedule)
+            adoption.let_go(self.runtime, schedule)
+            adoption.send_home(schedule, self._homes.pop(schedule, {}), self.notes)
         self.runtime.close()
         for module in self._placed:
             hooks.remove_placed(module)
@@ -414,21 +365,10 @@ class Members:
             items = [Wanted(s.component, s.choice, s.config, s.unselected) for s in old.schedules]
             homes = [self._homes.pop(s, {}) for s in old.schedules]
             for schedule in old.schedules:
-                self._let_go(schedule)
+                adoption.let_go(old, schedule)
             old.close()
             self.selection = selection
             self.runtime = self._new_runtime()
             self.make(Change(items, [], {}, [f"moved to {device} with the pipeline"]))
             for schedule, home in zip(self.runtime.schedules, homes, strict=True):
                 self._homes[schedule] = home
-
-
-def _restructure(runtime: Runtime, schedule: Schedule) -> None:
-    device = runtime.transfer.device
-    residence = mapping.residence(schedule.name, schedule.component.module, device, schedule.config)
-    item = Wanted(schedule.component, schedule.choice, schedule.config, residence=residence)
-    item = renewed(item, device)
-    if to_host(item.component):
-        # Put in while on the device. Its host copy is new memory: look again.
-        item = renewed(item, device)
-    hooks.reinstall(runtime, schedule, item.component)

@@ -41,11 +41,10 @@ def wrap_method(kind: type, name: str, around: Around) -> None:
         if base is object or original is None or getattr(original, _MARK, False) or not callable(original):
             continue
         setattr(base, name, _wrapped(original, around))
-    inherited: Any = getattr(kind, name, None)
-    if inherited is not None and inherited is getattr(object, name, None):
+    if name in object.__dict__ and getattr(kind, name) is getattr(object, name):
         # `ModularPipeline` has `object`'s `__setattr__`, which can't be replaced there.
         root = next(base for base in kind.__mro__ if base in pipeline_classes())
-        setattr(root, name, _wrapped(inherited, around))
+        setattr(root, name, _wrapped(getattr(object, name), around))
 
 
 def _wrapped(original: Callable[..., Any], around: Around) -> Callable[..., Any]:

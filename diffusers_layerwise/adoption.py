@@ -1,0 +1,97 @@
+"""One component is taken under layerwise offload, and given back: hooks on and off, weights to the host and home."""
+
+from __future__ import annotations
+
+import torch
+from diffusers.utils import logging
+
+from . import dispatched, hooks, mapping, patches
+from .components import Wanted, renewed, to_host
+from .config import HostTier
+from .host import HostStore
+from .moves import guard_moves, release_moves
+from .runtime import Runtime
+from .schedule import Schedule
+from .transfer import Transfer, plain_tensors
+
+logger = logging.get_logger(__name__)
+#: The device that each tensor came from, by its id; none for those that were on the host.
+Homes = dict[int, torch.device]
+
+
+def make_schedule(item: Wanted, transfer: Transfer) -> Schedule:
+    """A schedule for a component. Touches nothing."""
+    default = HostTier.PINNED if transfer.is_async else HostTier.PAGEABLE
+    store = HostStore(transfer.device, item.config.host or default)
+    return Schedule(item.component, store, transfer, item.choice, item.config, item.unselected)
+
+
+def bring_to_host(item: Wanted, device: torch.device, crossing: bool) -> tuple[Wanted, Homes]:
+    """Takes a component over from accelerate's device hooks, and moves what is on a device to the host.
+
+    Returns:
+        The component as it is then, and where its tensors came from.
+    """
+    if item.residence is not None:
+        dispatched.take(item.component.module, device, crossing)
+    item = renewed(item, device)
+    homes = to_host(item.component)
+    # Host copies of what was on a device are new memory: look again.
+    return renewed(item, device) if homes else item, homes
+
+
+def install(runtime: Runtime, schedule: Schedule) -> None:
+    """Puts our hooks on a component whose weights are on the host."""
+    hooks.install(runtime, schedule)
+    dispatched.return_outputs(schedule.component.module)
+    guard_moves(runtime, schedule)
+
+
+def restructure(runtime: Runtime, schedule: Schedule) -> None:
+    """Looks a component through anew after its structure has changed; everything of it must be offloaded."""
+    device = runtime.transfer.device
+    residence = mapping.residence(schedule.name, schedule.component.module, device, schedule.config)
+    item = renewed(Wanted(schedule.component, schedule.choice, schedule.config, residence=residence), device)
+    if to_host(item.component):
+        # Put in while on the device. Its host copy is new memory: look again.
+        item = renewed(item, device)
+    hooks.reinstall(runtime, schedule, item.component)
+
+
+def let_go(runtime: Runtime, schedule: Schedule) -> None:
+    """Takes our hooks off a component and makes its host copy ordinary memory."""
+    with runtime.lock:
+        runtime.recover()
+        schedule.leave()
+    module = schedule.component.module
+    if not any(isinstance(hook, hooks.RootHook) for hook in hooks.hooks_of(module)):
+        # Somebody has taken all hooks off: there is nothing to give back to.
+        dispatched.forget(module)
+    hooks.uninstall(schedule)
+    release_moves(module)
+    patches.forget_device(module)
+    schedule.renew()
+    schedule.store.release()
+
+
+def send_home(schedule: Schedule, homes: Homes, notes: list[str]) -> None:
+    """Weights go back to where they came from: a device, or accelerate's hooks.
+
+    Where that doesn't fit on the device they stay on the host, with a note.
+    """
+    _to_devices(schedule, homes, notes)
+    dispatched.give_back(schedule.component.module)
+
+
+def _to_devices(schedule: Schedule, homes: Homes, notes: list[str]) -> None:
+    with plain_tensors():
+        for entry in schedule.component.entries():
+            device = homes.get(id(entry.tensor))
+            if device is None:
+                continue
+            try:
+                entry.tensor.data = entry.tensor.data.to(device)
+            except torch.OutOfMemoryError:
+                notes.append(f"{schedule.name} doesn't fit on {device} and stays on the CPU")
+                logger.warning(notes[-1])
+                return
