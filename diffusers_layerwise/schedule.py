@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from .config import LayerwiseOffloadConfig
+from .course import Course
 from .discovery import Component, Unit
 from .group import Group, GroupState
 from .host import HostStore
@@ -18,9 +19,6 @@ from .order import Learned, Order
 from .plan import Choice, ComponentPlan, ComponentSpec, group_uses
 from .specs import positions, unit_specs
 from .transfer import Account, Ring, Transfer
-
-#: A group use whose end isn't known from an earlier pass ends when the next group is used.
-UNTIL_NEXT = 1 << 60
 
 
 class Schedule:
@@ -73,9 +71,7 @@ class Schedule:
         self._kept: list[Group] = []
         self._fix(component)
         self._group_of: dict[int, Group] = {}
-        self._expected: list[tuple[Group, int]] = []
-        self._position = 0
-        self._horizon = 0
+        self._course = Course()
         self._current: Group | None = None
         self._remaining = 0
         self.record: list[int] = []
@@ -159,19 +155,7 @@ class Schedule:
         for group in self.groups:
             runs.append((start, start + len(group.units)))
             start += len(group.units)
-        self._expected = [(self.groups[g], b - a) for g, a, b in group_uses(positions(order, units), runs)]
-        self._rewind()
-
-    def _rewind(self) -> None:
-        """Puts the position at the start of a pass, and the horizon behind what is loaded already."""
-        self._position = 0
-        self._horizon = 0
-        seen: set[int] = set()
-        for group, _ in self._expected:
-            if group.state is GroupState.HOST or (not group.resident and id(group) in seen):
-                break
-            seen.add(id(group))
-            self._horizon += 1
+        self._course.expect([(self.groups[g], b - a) for g, a, b in group_uses(positions(order, units), runs)])
 
     # ------------------------------------------------------------------ use
     def enter(self) -> None:
@@ -212,7 +196,7 @@ class Schedule:
     def close(self) -> None:
         """Lets go of the module and its host copy, after the hooks were removed. Nothing can be used after it."""
         self.is_closed = True
-        self.groups, self.fixed, self._group_of, self._expected = [], None, {}, []
+        self.groups, self.fixed, self._group_of, self._course = [], None, {}, Course()
 
     def _all_groups(self) -> list[Group]:
         return [*self.groups, *([self.fixed] if self.fixed is not None else [])]
@@ -238,18 +222,16 @@ class Schedule:
             if group is not self._current and not group.resident and group.state is not GroupState.HOST:
                 self._drop(group)
                 found = True
-        self._horizon = min(self._horizon, self._position)
+        self._course.draw_back(self._course.position)
         return found
 
     def drop_furthest(self) -> bool:
         """Drops the prefetched group that would be used last. Returns whether there was one."""
-        for position in range(min(self._horizon, len(self._expected)) - 1, self._position - 1, -1):
-            group = self._expected[position][0]
-            if not group.resident and group.state is GroupState.LOADING:
-                self._drop(group)
-                self._horizon = position
-                return True
-        return self.drop_prefetched()
+        group = self._course.furthest_loading()
+        if group is None:
+            return self.drop_prefetched()
+        self._drop(group)
+        return True
 
     def _drop(self, group: Group) -> None:
         self.counters.dropped += 1
@@ -265,7 +247,7 @@ class Schedule:
         self.is_open = True
         self.record = []
         self._repeated.clear()
-        self._rewind()
+        self._course.rewind()
         # Once its order is known and all of it is on the device, there is nothing to do for a unit until it is dropped.
         self._is_settled = (
             bool(self.order.used)
@@ -292,7 +274,7 @@ class Schedule:
             self.counters.passes += 1
         if self.record and self.order.learn(self.record, self.store) is Learned.ORDER:
             self._expect(self.record)
-        self._rewind()
+        self._course.rewind()
 
     def abandon_pass(self) -> None:
         """Closes a pass that an exception cut short: what it recorded is no order. Idempotent."""
@@ -331,15 +313,12 @@ class Schedule:
 
     def _switch(self, group: Group, unit: Unit) -> None:
         self._release()
-        expected, position = self._expected, self._position
         if len(self.record) == 1 and self.order.starts_another(unit.index):
             self._take_order(unit.index)
-            expected, position = self._expected, 0
-        if position < len(expected) and expected[position][0] is group:
-            self._remaining = expected[position][1]
-            self._position = position + 1
-        else:
-            self._diverge(group)
+        self._remaining, skipped = self._course.enter(group)
+        for each in skipped:
+            if not each.resident and each.state is GroupState.LOADING:
+                self._drop(each)
         if group.state is GroupState.READY:
             self._current = group
             return
@@ -349,7 +328,7 @@ class Schedule:
             self.counters.hits += 1
         self._current = group
         group.wait_onload()
-        if self._horizon <= self._position:
+        if self._course.horizon <= self._course.position:
             self.pump()
 
     def _release(self) -> None:
@@ -364,19 +343,6 @@ class Schedule:
         self.order.take(first)
         self._expect(self.order.uses)
 
-    def _diverge(self, group: Group) -> None:
-        """The group used isn't the one expected: skip to where it is, or treat it as an extra one."""
-        for position in range(self._position, len(self._expected)):
-            if self._expected[position][0] is group:
-                for skipped, _ in self._expected[self._position : position]:
-                    if skipped is not group and not skipped.resident and skipped.state is GroupState.LOADING:
-                        self._drop(skipped)
-                self._remaining = self._expected[position][1]
-                self._position = position + 1
-                self._horizon = max(self._horizon, self._position)
-                return
-        self._remaining = UNTIL_NEXT
-
     def _load_now(self, group: Group, index: int) -> None:
         self.counters.misses += 1
         if index in self._repeated and not group.resident and self.may_keep(group.size):
@@ -388,32 +354,18 @@ class Schedule:
             if not self.make_slots(self):
                 # Larger than the ring (its weights were replaced by larger ones): memory of its own, for this use.
                 group.start_onload(None)
-        self._horizon = max(self._horizon, self._position)
+        self._course.reached()
 
     def pump(self) -> None:
         """Queues loads in the expected order while slots are free, then those of the pass that is predicted next."""
-        self._horizon = self._load_from(self._horizon)
-        if self._horizon == len(self._expected) and self.is_open:
+        if self._course.load(self.ring) and self.is_open:
             successor = self.next_up(self)
             if successor is self:
-                self._load_from(0)
+                self._course.load_next(self.ring)
             elif successor is not None:
                 successor.prefetch()
 
     def prefetch(self, residents: bool = False) -> None:
         """Queues the first loads of a pass that hasn't begun; residents only once the component in use is done."""
-        self._rewind()
-        self._horizon = self._load_from(self._horizon, residents)
-
-    def _load_from(self, position: int, residents: bool = True) -> int:
-        expected = self._expected
-        wrapped = position < self._position
-        while position < len(expected) and not (wrapped and position >= self._position):
-            group = expected[position][0]
-            if group.state is GroupState.HOST:
-                if (group.resident and not residents) or not group.start_onload(self.ring):
-                    break
-            elif not group.resident and not wrapped:
-                break  # loaded for an earlier use of the same pass: it is loaded again once that use is over
-            position += 1
-        return position
+        self._course.rewind()
+        self._course.load(self.ring, residents)

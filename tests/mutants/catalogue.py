@@ -158,7 +158,7 @@ MUTANTS = [
     ),
     Mutant(
         "a group used twice in a pass is not loaded again for its second use",
-        "schedule.py",
+        "course.py",
         "            elif not group.resident and not wrapped:\n",
         "            elif False:\n",
     ),
@@ -170,16 +170,16 @@ MUTANTS = [
     ),
     Mutant(
         "prefetch stops at the group in use",
-        "schedule.py",
-        "            self._position = position + 1\n        else:\n            self._diverge(group)\n",
-        "            self._position = position + 1\n            self._horizon = len(expected)\n"
-        "        else:\n            self._diverge(group)\n",
+        "course.py",
+        "            self.position = position + 1\n            return expected[position][1], []\n",
+        "            self.position, self.horizon = position + 1, len(expected)\n"
+        "            return expected[position][1], []\n",
     ),
     Mutant(
         "skipped groups keep their slots",
         "schedule.py",
-        "                        self._drop(skipped)\n",
-        "                        pass\n",
+        "                self._drop(each)\n",
+        "                pass\n",
     ),
     Mutant(
         "the order is never relearned",

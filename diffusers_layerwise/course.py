@@ -1,0 +1,98 @@
+"""The course of a pass: which groups are expected in which order, how far it has come, and how far is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .group import Group, GroupState
+from .transfer import Ring
+
+#: A group use whose end isn't known from an earlier pass ends when the next group is used.
+UNTIL_NEXT = 1 << 60
+
+
+class Course:
+    """The group uses of a pass, in the order that earlier passes showed.
+
+    Attributes:
+        expected (`list[tuple[Group, int]]`): Each group use, with the number of unit uses in it.
+        position (`int`): The next one expected.
+        horizon (`int`): Up to here everything is loaded or on its way.
+    """
+
+    def __init__(self) -> None:
+        self.expected: list[tuple[Group, int]] = []
+        self.position = 0
+        self.horizon = 0
+
+    def expect(self, expected: Sequence[tuple[Group, int]]) -> None:
+        """Takes another order, and starts at its beginning."""
+        self.expected = list(expected)
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Puts the position at the start of a pass, and the horizon behind what is loaded already."""
+        self.position = 0
+        self.horizon = 0
+        seen: set[int] = set()
+        for group, _ in self.expected:
+            if group.state is GroupState.HOST or (not group.resident and id(group) in seen):
+                break
+            seen.add(id(group))
+            self.horizon += 1
+
+    def enter(self, group: Group) -> tuple[int, list[Group]]:
+        """A group is used: goes to where it is expected, or treats it as an extra one.
+
+        Returns:
+            The number of unit uses after which it is done, and the groups that were skipped.
+        """
+        expected, position = self.expected, self.position
+        if position < len(expected) and expected[position][0] is group:
+            self.position = position + 1
+            return expected[position][1], []
+        for later in range(position + 1, len(expected)):
+            if expected[later][0] is group:
+                self.position = later + 1
+                self.horizon = max(self.horizon, self.position)
+                return expected[later][1], [skipped for skipped, _ in expected[position:later]]
+        return UNTIL_NEXT, []
+
+    def reached(self) -> None:
+        """What is used now is loaded."""
+        self.horizon = max(self.horizon, self.position)
+
+    def draw_back(self, position: int) -> None:
+        """Groups from here on may have been dropped."""
+        self.horizon = min(self.horizon, position)
+
+    def furthest_loading(self) -> Group | None:
+        """The prefetched group that would be used last; from there on nothing counts as loaded any more."""
+        for position in range(min(self.horizon, len(self.expected)) - 1, self.position - 1, -1):
+            group = self.expected[position][0]
+            if not group.resident and group.state is GroupState.LOADING:
+                self.horizon = position
+                return group
+        return None
+
+    def load(self, ring: Ring | None, residents: bool = True) -> bool:
+        """Queues loads from the horizon on while slots are free. Returns whether the end of the pass is reached."""
+        self.horizon = self._load_from(self.horizon, ring, residents)
+        return self.horizon == len(self.expected)
+
+    def load_next(self, ring: Ring | None) -> None:
+        """Queues the first loads of the pass after this one."""
+        self._load_from(0, ring, True)
+
+    def _load_from(self, position: int, ring: Ring | None, residents: bool) -> int:
+        expected = self.expected
+        wrapped = position < self.position
+        while position < len(expected) and not (wrapped and position >= self.position):
+            group = expected[position][0]
+            if group.state is GroupState.HOST:
+                if (group.resident and not residents) or not group.start_onload(ring):
+                    break
+            elif not group.resident and not wrapped:
+                break  # loaded for an earlier use of the same pass: it is loaded again once that use is over
+            position += 1
+        return position
