@@ -8,11 +8,14 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+
+import compatibility
 
 SIM: ModuleType | None = None
 WHY_NO_SIM = ""
@@ -40,6 +43,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.sim)
         if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a real accelerator; torch.cuda.is_available() is False"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--compatibility FILE` writes the page of what works with what."""
+    parser.addoption("--compatibility", type=Path, help="write docs/compatibility.md of the results")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Collects results for the page, in the process that sees all of them."""
+    path = config.getoption("--compatibility")
+    if path is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(compatibility.Results(path))
+
+
+@pytest.fixture
+def cell(record_property: Callable[[str, Any], None]) -> compatibility.Cell:
+    """Says which cell of docs/compatibility.md a test stands for."""
+    return compatibility.make_cell(record_property)
 
 
 @pytest.fixture

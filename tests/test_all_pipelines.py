@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 
 import diffusers_layerwise  # noqa: F401
 import factory
+from compatibility import Cell
 from diffusers_layerwise.selection import in_group
 
 #: What gradients are needed for can't be streamed, and is refused by name.
@@ -79,13 +79,10 @@ def expected_outputs(name: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("selection", ["all", "dit"])
 @pytest.mark.parametrize("name", cases())
-def test_every_component_streams_and_comes_back(
-    sim: ModuleType, name: str, selection: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_every_component_streams_and_comes_back(sim: ModuleType, name: str, selection: str, cell: Cell) -> None:
     """`all` streams everything; with `dit` the rest is placed on the device, since there is room."""
     case = factory.CASES[name]
-    record_property("pipeline", case.pipeline_class)
-    record_property("selection", selection)
+    cell("Pipelines", case.pipeline_class, selection, "refused" if name in REFUSED else "right")
     pipe = case.build()
     if selection == "dit" and not any(in_group(component, "dit") for component in factory.modules_of(pipe)):
         pytest.skip("the pipeline has no denoiser that is a component")

@@ -14,6 +14,7 @@ from torch import nn
 
 import diffusers_layerwise
 import factory
+from compatibility import Cell
 from diffusers_layerwise import LayerwiseOffloadError, conflicts
 
 CASE = "flux"
@@ -58,6 +59,15 @@ def block(pipe: DiffusionPipeline) -> None:
 OTHERS = {"model": model, "sequential": sequential, "leaf": leaf, "leaf, stream": leaf_with_stream, "block": block}
 Switch = Callable[[DiffusionPipeline], None]
 
+TABLE = "Other offloads and switches"
+TITLES = {
+    "model": "`enable_model_cpu_offload()`",
+    "sequential": "`enable_sequential_cpu_offload()`",
+    "leaf": "`enable_group_offload()`, leaf",
+    "leaf, stream": "`enable_group_offload()`, leaf, stream",
+    "block": "`enable_group_offload()`, block",
+}
+
 
 def states(pipe: DiffusionPipeline) -> dict[str, str | None]:
     """The other offload that each component is under."""
@@ -92,8 +102,9 @@ def values(pipe: DiffusionPipeline) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize("other", OTHERS)
 def test_another_offload_before_ours_is_replaced_for_the_selected_components_only(
-    other: str, selection: Any, calls_before: int, sim: ModuleType, expected: torch.Tensor
+    other: str, selection: Any, calls_before: int, sim: ModuleType, expected: torch.Tensor, cell: Cell
 ) -> None:
+    cell(TABLE, TITLES[other], "before ours", "right: replaced for the selected components")
     if other == "block" and calls_before:
         pytest.skip("diffusers' block offload fails by itself on this pipeline's VAE")
     pipe = build()
@@ -130,8 +141,9 @@ def test_another_offload_before_ours_is_replaced_for_the_selected_components_onl
 # ---------------------------------------------------------------------- another offload after ours
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_model_offload_after_ours_gets_what_is_not_layerwise(
-    selection: Any, sim: ModuleType, expected: torch.Tensor
+    selection: Any, sim: ModuleType, expected: torch.Tensor, cell: Cell
 ) -> None:
+    cell(TABLE, TITLES["model"], "after ours", "right: gets the other components")
     pipe = build()
     handle = pipe.enable_layerwise_offload(selection, "memory", onload_device="sim")
     run(pipe)
@@ -152,8 +164,9 @@ def test_model_offload_after_ours_gets_what_is_not_layerwise(
 @pytest.mark.parametrize("calls", [0, 2])
 @pytest.mark.parametrize("other", ["sequential", "leaf", "leaf, stream", "block"])
 def test_sequential_and_group_offload_after_ours_are_refused_and_change_nothing(
-    other: str, calls: int, sim: ModuleType, expected: torch.Tensor
+    other: str, calls: int, sim: ModuleType, expected: torch.Tensor, cell: Cell
 ) -> None:
+    cell(TABLE, TITLES[other], "after ours", "refused")
     pipe = build()
     handle = pipe.enable_layerwise_offload(["transformer"], "memory", onload_device="sim")
     for _ in range(calls):
@@ -180,7 +193,8 @@ def test_group_offload_of_a_component_of_ours_is_refused_and_of_others_is_diffus
     assert torch.equal(run(pipe), expected)
 
 
-def test_group_offload_to_disk_is_refused_by_name(sim: ModuleType, tmp_path: Any) -> None:
+def test_group_offload_to_disk_is_refused_by_name(sim: ModuleType, tmp_path: Any, cell: Cell) -> None:
+    cell(TABLE, "`enable_group_offload()` to disk", "before ours", "refused")
     pipe = build()
     pipe.transformer.enable_group_offload(
         torch.device("sim"), offload_type="leaf_level", offload_to_disk_path=str(tmp_path)
@@ -204,8 +218,9 @@ def test_a_bare_module_is_taken_from_another_offload(other: str, sim: ModuleType
 @pytest.mark.parametrize("second", SELECTIONS)
 @pytest.mark.parametrize("first", SELECTIONS)
 def test_enabling_twice_replaces_the_first_call(
-    first: Any, second: Any, sim: ModuleType, expected: torch.Tensor
+    first: Any, second: Any, sim: ModuleType, expected: torch.Tensor, cell: Cell
 ) -> None:
+    cell(TABLE, "`enable_layerwise_offload()` again", "after ours", "right: replaces the first")
     pipe = build()
     old = pipe.enable_layerwise_offload(first, "memory", onload_device="sim")
     run(pipe)
@@ -225,8 +240,9 @@ def test_enabling_twice_replaces_the_first_call(
 
 @pytest.mark.parametrize("calls", [0, 2])
 def test_remove_all_hooks_ends_layerwise_offload_in_good_order(
-    calls: int, sim: ModuleType, expected: torch.Tensor
+    calls: int, sim: ModuleType, expected: torch.Tensor, cell: Cell
 ) -> None:
+    cell(TABLE, "`remove_all_hooks()`", "after ours", "right: ends ours")
     gc.collect()
     pipe = build()
     pipe.enable_layerwise_offload(mode="auto", onload_device="sim", config={"residency": "lasting"})
@@ -240,7 +256,10 @@ def test_remove_all_hooks_ends_layerwise_offload_in_good_order(
     assert torch.equal(run(pipe), expected)
 
 
-def test_reset_device_map_ends_layerwise_offload_where_there_is_a_map(sim: ModuleType, expected: torch.Tensor) -> None:
+def test_reset_device_map_ends_layerwise_offload_where_there_is_a_map(
+    sim: ModuleType, expected: torch.Tensor, cell: Cell
+) -> None:
+    cell(TABLE, "`reset_device_map()` without a map", "after ours")
     pipe = build()
     pipe.enable_layerwise_offload(mode="memory", onload_device="sim")
     pipe.reset_device_map()  # no map: nothing to reset
@@ -261,7 +280,8 @@ HARMLESS: dict[str, Switch] = {
 
 @pytest.mark.parametrize("order", ["before", "after", "after two calls"])
 @pytest.mark.parametrize("switch", HARMLESS)
-def test_a_switch_that_is_no_offload_works_in_both_orders(switch: str, order: str, sim: ModuleType) -> None:
+def test_a_switch_that_is_no_offload_works_in_both_orders(switch: str, order: str, sim: ModuleType, cell: Cell) -> None:
+    cell(TABLE, f"`{switch}()`", "before ours" if order == "before" else "after ours")
     stock, pipe = build(), build()
     if order == "before":
         HARMLESS[switch](pipe)
@@ -280,7 +300,8 @@ def test_a_switch_that_is_no_offload_works_in_both_orders(switch: str, order: st
 
 
 # ---------------------------------------------------------------------- devices and dtypes
-def test_a_pipeline_that_was_on_the_device_goes_back_there(sim: ModuleType, expected: torch.Tensor) -> None:
+def test_a_pipeline_that_was_on_the_device_goes_back_there(sim: ModuleType, expected: torch.Tensor, cell: Cell) -> None:
+    cell("Moves", "`pipe.to(device)`", "before ours", "right: goes back there")
     pipe = build().to("sim")
     ids = {key: id(p) for m in factory.modules_of(pipe).values() for key, p in m.named_parameters()}
     pipe.enable_layerwise_offload(mode="memory", onload_device="sim")
@@ -295,8 +316,9 @@ def test_a_pipeline_that_was_on_the_device_goes_back_there(sim: ModuleType, expe
 
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_moving_the_pipeline_makes_the_plan_for_that_device(
-    selection: Any, sim: ModuleType, expected: torch.Tensor
+    selection: Any, sim: ModuleType, expected: torch.Tensor, cell: Cell
 ) -> None:
+    cell("Moves", "`pipe.to(device)`", "after ours", "right: runs there")
     gc.collect()
     sim.configure(ndev=2)
     pipe = build()
@@ -319,7 +341,8 @@ def test_moving_the_pipeline_makes_the_plan_for_that_device(
 
 @pytest.mark.parametrize("mode", ["memory", "auto"])
 @pytest.mark.parametrize("calls", [0, 2])
-def test_a_change_of_dtype_is_made_on_the_host_copy(calls: int, mode: str, sim: ModuleType) -> None:
+def test_a_change_of_dtype_is_made_on_the_host_copy(calls: int, mode: str, sim: ModuleType, cell: Cell) -> None:
+    cell("Moves", "`pipe.to(dtype)`", "after ours")
     stock = build().to(torch.bfloat16)
     wanted = run(stock)
     pipe = build()
@@ -355,7 +378,10 @@ OWN_MOVES: dict[str, Callable[[nn.Module], object]] = {
 @pytest.mark.parametrize("calls", [0, 2])
 @pytest.mark.parametrize("name", ["transformer", "text_encoder_2", "vae"])
 @pytest.mark.parametrize("move", OWN_MOVES)
-def test_a_components_own_moves_have_defined_results(move: str, name: str, calls: int, sim: ModuleType) -> None:
+def test_a_components_own_moves_have_defined_results(
+    move: str, name: str, calls: int, sim: ModuleType, cell: Cell
+) -> None:
+    cell("Moves", f"one component: {move}", "after ours")
     stock, pipe = build(), build()
     pipe.enable_layerwise_offload(mode="auto", onload_device="sim", config={"residency": "lasting"})
     for _ in range(calls):
@@ -372,7 +398,8 @@ def test_a_components_own_moves_have_defined_results(move: str, name: str, calls
     assert marks(pipe) == []
 
 
-def test_a_component_alone_cannot_go_to_another_device(sim: ModuleType, expected: torch.Tensor) -> None:
+def test_a_component_alone_cannot_go_to_another_device(sim: ModuleType, expected: torch.Tensor, cell: Cell) -> None:
+    cell("Moves", "one component: to another device", "after ours", "refused")
     sim.configure(ndev=2)
     pipe = build()
     pipe.enable_layerwise_offload(mode="memory", onload_device="sim:0")
@@ -400,8 +427,14 @@ def managed(pipe: DiffusionPipeline) -> ComponentsManager:
 
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_components_manager_before_ours_loses_the_selected_components(
-    selection: Any, sim: ModuleType, expected: torch.Tensor
+    selection: Any, sim: ModuleType, expected: torch.Tensor, cell: Cell
 ) -> None:
+    cell(
+        TABLE,
+        "`ComponentsManager.enable_auto_cpu_offload()`",
+        "before ours",
+        "right: replaced for the selected components",
+    )
     pipe = build()
     manager = managed(pipe)
     manager.enable_auto_cpu_offload(device="sim")
@@ -415,8 +448,9 @@ def test_components_manager_before_ours_loses_the_selected_components(
 
 @pytest.mark.parametrize("selection", SELECTIONS)
 def test_components_manager_after_ours_leaves_ours_alone(
-    selection: Any, sim: ModuleType, expected: torch.Tensor
+    selection: Any, sim: ModuleType, expected: torch.Tensor, cell: Cell
 ) -> None:
+    cell(TABLE, "`ComponentsManager.enable_auto_cpu_offload()`", "after ours", "right: gets the other components")
     pipe = build()
     manager = managed(pipe)
     pipe.enable_layerwise_offload(selection, "memory", onload_device="sim")

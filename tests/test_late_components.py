@@ -16,6 +16,7 @@ from torch import nn
 
 import diffusers_layerwise
 import factory
+from compatibility import Cell
 from factory.inputs import image_tensor
 from factory.unets import tiny_controlnet_sd, tiny_unet_sd
 from factory.vision import tiny_clip_image_processor, tiny_clip_vision
@@ -141,7 +142,8 @@ BEFORE = {"model offload": model, "sequential offload": sequential, "leaf offloa
 @pytest.mark.parametrize("mode", ["memory", "auto"])
 @pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("event", EVENTS)
-def test_it_works_after_layerwise_has_replaced(event: str, before: str, mode: str, sim: ModuleType) -> None:
+def test_it_works_after_layerwise_has_replaced(event: str, before: str, mode: str, sim: ModuleType, cell: Cell) -> None:
+    cell("Components that arrive late", event, before)
     reference, overrides = EVENTS[event](build())
     expected = run(reference, **overrides)
     pipe = build()
