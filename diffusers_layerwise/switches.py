@@ -64,6 +64,7 @@ def assign(original: Original, pipe: Any, name: str, value: Any) -> None:
     change = members.examine(instead=(pipe, name, value))
     original(name, value)
     members.make(change)
+    wrap_models([value])
 
 
 def _join(pipe: Any, module: nn.Module) -> None:
@@ -74,6 +75,7 @@ def _join(pipe: Any, module: nn.Module) -> None:
     members.handle._attach(pipe)
     wrap(type(pipe))
     members.make(members.examine())
+    wrap_models(modules_of(pipe).values())
 
 
 # ---------------------------------------------------------------------- other offloads
@@ -202,9 +204,9 @@ def wrap(kind: type) -> None:
         patches.wrap_method(kind, name, edit)
 
 
-def wrap_models(modules: Iterable[nn.Module]) -> None:
+def wrap_models(modules: Iterable[Any]) -> None:
     """Puts the wrappers on the classes of models that edit themselves. Idempotent."""
-    for kind in {type(module) for module in modules}:
+    for kind in {type(module) for module in modules if isinstance(module, nn.Module)}:
         patches.wrap_method(kind, "enable_group_offload", refuse_model)
         for name in EDITORS:
             patches.wrap_method(kind, name, edit)
