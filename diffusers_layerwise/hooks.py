@@ -40,6 +40,8 @@ class RootHook(ModelHook):  # type: ignore[misc]
         """Begins a pass and moves the inputs, once, here; blocks get them where they are."""
         refuse_gradients(self.schedule, args, kwargs)
         self.runtime.begin_pass(self.schedule)
+        # A VAE's `encode` and `decode` come here without their inputs, which the first unit then moves.
+        self.schedule.has_inputs = bool(args or kwargs)
         for unit in self.units:
             self.schedule.use(unit)
         skip = getattr(module, "_skip_keys", None)
@@ -69,9 +71,15 @@ class UnitHook(ModelHook):  # type: ignore[misc]
         self._use, self._done = schedule.use, schedule.done
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Waits, on the device, for the unit's group."""
+        """Waits, on the device, for the unit's group.
+
+        Where the component wasn't entered through its forward, its inputs may still be on the host.
+        """
         self._use(self.unit)
-        return args, kwargs
+        return (args, kwargs) if self.schedule.has_inputs else self._moved(args, kwargs)
+
+    def _moved(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return move_inputs(args, self.execution_device), move_inputs(kwargs, self.execution_device)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Tells the schedule that the unit was used."""
@@ -93,8 +101,8 @@ class EarlyUnitHook(UnitHook):
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Nothing: the pre-hook has done it."""
-        return args, kwargs
+        """The weights are there: the pre-hook has seen to that."""
+        return (args, kwargs) if self.schedule.has_inputs else self._moved(args, kwargs)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Releases the unit, and puts back the host's derived weight: the pre-hook makes a new one every time."""

@@ -34,6 +34,7 @@ class Schedule:
 
     Attributes:
         is_open (`bool`): Whether a pass is open: one group at most is in use, others are loading.
+        has_inputs (`bool`): Whether the open pass got its inputs at the root, which has moved them to the device.
         record (`list[int]`): Unit indices used so far in the open pass, or in the last one.
     """
 
@@ -56,6 +57,7 @@ class Schedule:
         self.is_open = False
         self.is_closed = False
         self.is_stale = False
+        self.has_inputs = False
         self._is_settled = False
         self.counters = Counters()
         self.account = Account()
@@ -265,6 +267,7 @@ class Schedule:
         if not self.is_open:
             return
         self._release()
+        self.has_inputs = False
         while self._kept:
             group = self._kept.pop()
             group.offload(None)
@@ -288,6 +291,7 @@ class Schedule:
         if self._is_settled:
             return
         if not self.is_open:
+            self.has_inputs = False
             self.open_pass(self)
         index = unit.index
         self.record.append(index)
