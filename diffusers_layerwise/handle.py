@@ -127,6 +127,13 @@ class OffloadHandle:
         """The context of one pipeline call."""
         return self._runtime.call()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """A copy of a pipeline is an ordinary pipeline, without a handle."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """So is one that comes out of a pickle."""
+        return type(None), ()
+
     def __enter__(self) -> OffloadHandle:
         return self
 

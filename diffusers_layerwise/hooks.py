@@ -10,6 +10,7 @@ import torch
 from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
 from torch import nn
 
+from .copies import forget_copyable, make_copyable
 from .discovery import Unit
 from .errors import LayerwiseOffloadError
 from .inputs import move_inputs, requires_grad
@@ -106,11 +107,18 @@ class PlacedHook(ModelHook):  # type: ignore[misc]
 def place(module: nn.Module, device: torch.device) -> None:
     """Hooks a component whose weights are where they should be."""
     add_hook_to_module(module, PlacedHook(device), append=True)
+    make_copyable(module, _is_own)
 
 
 def remove_placed(module: nn.Module) -> None:
     """Undoes [`place`]. Idempotent."""
     _remove(module, lambda hook: isinstance(hook, PlacedHook))
+    for part in module.modules():
+        forget_copyable(part)
+
+
+def _is_own(hook: object) -> bool:
+    return isinstance(hook, (RootHook, UnitHook, PlacedHook))
 
 
 def hooks_of(module: nn.Module) -> list[ModelHook]:
@@ -160,6 +168,7 @@ def install(runtime: Runtime, schedule: Schedule) -> None:
                 add_hook_to_module(module, kind(schedule, unit, device), append=True)
     add_hook_to_module(root, _root_hook(runtime, schedule, device), append=False)
     root.forward = _guarded(root.forward, runtime)
+    make_copyable(root, _is_own, runtime.reading)
 
 
 def _guarded(forward: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
@@ -214,6 +223,7 @@ def uninstall(schedule: Schedule) -> None:
     remove_own(root, schedule)
     for module in root.modules():
         remove_own(module, schedule)
+        forget_copyable(module)
 
 
 def remove_own(module: nn.Module, schedule: Schedule) -> None:

@@ -193,6 +193,13 @@ class Runtime:
         if self.ring is not None:
             self.ring.recover()
 
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """A time in which somebody else may read weights: no call runs, and what was queued for them comes first."""
+        with self.lock:
+            self._follow_stream()
+            yield
+
     def give_up(self, schedule: Schedule) -> None:
         """Another handle takes this component: its weights go to the host, and the plan is made for the others."""
         with self.lock:
