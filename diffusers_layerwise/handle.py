@@ -11,7 +11,7 @@ from diffusers.utils import logging
 from torch import nn
 
 from . import patches
-from .hooks import RootHook, hooks_of, remove_placed, uninstall
+from .hooks import RootHook, calling, hooks_of, remove_placed, uninstall
 from .plan import OffloadPlan
 from .report import Report, make_report
 from .runtime import Runtime
@@ -125,7 +125,7 @@ class OffloadHandle:
 
     def _call(self) -> contextlib.AbstractContextManager[None]:
         """The context of one pipeline call."""
-        return self._runtime.call()
+        return calling(self._runtime, vars(self._owner).values() if self._owner is not None else [])
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
         """A copy of a pipeline is an ordinary pipeline, without a handle."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
 from torch import nn
 
+from .attempt import Attempt, let_go
 from .copies import forget_copyable, make_copyable
 from .discovery import Unit
-from .errors import LayerwiseOffloadError
+from .errors import LayerwiseOffloadError, NamedOutOfMemoryError
 from .inputs import move_inputs, requires_grad
+from .locks import all_locked
 from .runtime import Runtime
 from .schedule import Schedule
 
@@ -129,6 +132,18 @@ def hooks_of(module: nn.Module) -> list[ModelHook]:
     return list(hook.hooks) if isinstance(hook, SequentialHook) else [hook]
 
 
+@contextlib.contextmanager
+def calling(runtime: Runtime, modules: Iterable[object]) -> Iterator[None]:
+    """The call of a pipeline with these modules. Other handles that govern some of them serve no other call meanwhile.
+
+    A VAE's `decode` takes no lock itself, since nothing tells when it ends.
+    """
+    parts = [module for module in modules if isinstance(module, nn.Module)]
+    others = {hook.runtime for part in parts for hook in hooks_of(part) if isinstance(hook, RootHook)}
+    with all_locked(others | {runtime}), runtime.call():
+        yield
+
+
 def outer_component(module: nn.Module) -> str | None:
     """The name of the component under layerwise offload that a module is a part of, without being all of it."""
     inside = {id(part) for part in module.modules()}
@@ -167,26 +182,56 @@ def install(runtime: Runtime, schedule: Schedule) -> None:
                 kind = EarlyUnitHook if module._forward_pre_hooks else UnitHook
                 add_hook_to_module(module, kind(schedule, unit, device), append=True)
     add_hook_to_module(root, _root_hook(runtime, schedule, device), append=False)
-    root.forward = _guarded(root.forward, runtime)
+    root.forward = _guarded(root.forward, runtime, schedule)
     make_copyable(root, _is_own, runtime.reading)
 
 
-def _guarded(forward: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+def _guarded(forward: Callable[..., Any], runtime: Runtime, schedule: Schedule) -> Callable[..., Any]:
     """A root's `forward`, one thread at a time, that leaves everything in order when it raises.
 
-    accelerate calls no `post_forward` then.
+    accelerate calls no `post_forward` then. Out of device memory, it is repeated once under a smaller plan.
     """
 
     @functools.wraps(forward)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         with runtime.lock:
+            attempt = Attempt(schedule.component.module, runtime.transfer.device, (args, kwargs))
             try:
                 return forward(*args, **kwargs)
+            except torch.OutOfMemoryError as error:
+                _prepare_again(runtime, schedule, attempt, error)
             except BaseException:
                 runtime.recover()
                 raise
+            # Not within the clause above, whose error would keep the failed forward's activations.
+            try:
+                return forward(*args, **kwargs)
+            except BaseException as error:
+                held = runtime.shortage.held()
+                runtime.recover()
+                runtime.shortage.explain(error, held)
+                raise
 
     return guarded
+
+
+def _prepare_again(runtime: Runtime, schedule: Schedule, attempt: Attempt, error: BaseException) -> None:
+    """After a forward ran out of device memory: makes the plan smaller and everything as it was before it.
+
+    Raises:
+        torch.OutOfMemoryError: Nothing can be given up, or the forward can't be repeated. The next one has more room.
+    """
+    if isinstance(error, NamedOutOfMemoryError):
+        runtime.recover()
+        raise error
+    held, peak = runtime.shortage.held(), runtime.plan.peak_bytes
+    is_repeatable = attempt.is_repeatable() and not (schedule.fixed is not None and schedule.fixed.is_touched())
+    let_go(error)
+    runtime.recover()
+    is_smaller = runtime.shortage.shed()
+    if not (is_repeatable and is_smaller):
+        raise runtime.shortage.named(held, peak, is_smaller) from error
+    attempt.rewind()
 
 
 def _root_hook(runtime: Runtime, schedule: Schedule, device: torch.device) -> ModelHook:

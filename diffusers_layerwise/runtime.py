@@ -9,7 +9,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from . import platform
+import torch
+
+from . import locks, platform
 from .config import Mode, Residency
 from .errors import LayerwiseOffloadError
 from .measure import PassTimer
@@ -17,6 +19,7 @@ from .passes import PassLog
 from .plan import ComponentSpec, OffloadPlan
 from .schedule import Schedule
 from .search import Request, make_plan, steady_step
+from .shortage import Planning, Shortage
 from .simulate import Link
 from .transfer import Ring, Transfer, plain_tensors
 
@@ -79,6 +82,9 @@ class Runtime:
         self._depth = 0
         self._free: int | None = None
         self._stream: Any = None
+        self.turn = locks.watch(self)
+        self.shortage = Shortage(self, Planning(self._request, self._make_plan, self._adopt))
+        transfer.relieve = self.shortage.relieve
         self.plan = self._make_plan(strict=True)
         for schedule in self.schedules:
             schedule.make_slots = self._make_slots
@@ -108,7 +114,8 @@ class Runtime:
         return not learned or (self.terms.budget is None and self.transfer.pid is None)
 
     def _make_plan(self, strict: bool = False) -> OffloadPlan:
-        return make_plan(self._specs(), self._request(strict))
+        specs = self._specs()
+        return make_plan(specs, self.shortage.limited(self._request(strict), specs))
 
     def _adopt(self, plan: OffloadPlan, schedules: Sequence[Schedule]) -> None:
         """Puts a plan in force. Components other than `schedules` keep their groups, unless the ring changed."""
@@ -153,8 +160,10 @@ class Runtime:
                 if self._depth == 1:
                     self._start_call()
                 yield
-            except BaseException:
+            except BaseException as error:
+                held = self.shortage.held()
                 self.recover()
+                self.shortage.explain(error, held)
                 raise
             finally:
                 self._depth -= 1
@@ -169,7 +178,7 @@ class Runtime:
             schedule.enter()
 
     def _end_call(self) -> None:
-        if self.is_closed:
+        if self.is_closed or self.transfer.is_elsewhere:
             return
         self._follow_stream()
         self._active = None
@@ -184,7 +193,7 @@ class Runtime:
 
     def recover(self) -> None:
         """After an exception or an interrupt: nothing is loading or in use, and no order was learned. Idempotent."""
-        if self.is_closed:
+        if self.is_closed or self.transfer.is_elsewhere:
             return
         self._follow_stream()
         self._active = None
@@ -200,6 +209,10 @@ class Runtime:
             self._follow_stream()
             yield
 
+    def forget_calls(self) -> None:
+        """In a forked child: the thread that was in the middle of a call stayed in the parent."""
+        self._depth = 0
+
     def give_up(self, schedule: Schedule) -> None:
         """Another handle takes this component: its weights go to the host, and the plan is made for the others."""
         with self.lock:
@@ -214,7 +227,7 @@ class Runtime:
     def release(self) -> None:
         """Gives all device memory back until the next pass. Idempotent."""
         with self.lock:
-            if self.is_closed:
+            if self.is_closed or self.transfer.is_elsewhere:
                 return
             self._follow_stream()
             self._active = None
@@ -233,12 +246,14 @@ class Runtime:
         """First work in this process: the copy stream, and the free memory where no budget was given."""
         if self.transfer.pid == os.getpid():
             return
-        if self.transfer.pid is not None and self.transfer.is_async:
+        if self.transfer.is_elsewhere:
             raise LayerwiseOffloadError(
                 f"This process was forked after {self.transfer.device} had been used by layerwise offload, and a "
                 f"device can't be used in a forked child. Start workers with the 'spawn' method, or fork before the "
                 f"first call."
             )
+        if self.transfer.pid is not None:
+            self.recover()  # a forked child: another thread may have been in the middle of a call
         self.transfer.start()
         if self.terms.budget is None:
             free = platform.free_memory(self.transfer.device)
@@ -256,16 +271,20 @@ class Runtime:
         if self._active is not None:
             self.end_pass(self._active)
         self.end_pass(schedule)
+        self.shortage.settle()
         self._active = schedule
         self._passes.add(schedule)
         self._learn(schedule)
         self._make_room(schedule)
-        schedule.enter()
-        if self.ring is not None:
-            self.ring.open()
+        self.shortage.within_less(lambda: self._take_memory(schedule))
         if schedule.groups and self._measured.get(schedule, 0) < MEASURED_PASSES:
             schedule.timer = PassTimer(self.transfer)
         schedule.begin_pass()
+
+    def _take_memory(self, schedule: Schedule) -> None:
+        schedule.enter()
+        if self.ring is not None:
+            self.ring.open()
 
     def end_pass(self, schedule: Schedule) -> None:
         """A component's root is left. Idempotent."""
@@ -306,7 +325,8 @@ class Runtime:
                 for other in self.schedules:
                     other.drop_all()
                 schedule.pack()
-                self._measure_link(schedule)
+                with contextlib.suppress(torch.OutOfMemoryError):  # what isn't measured is assumed
+                    self._measure_link(schedule)
                 self._replan(schedule)
             schedule.relearn = False
         elif timed:
@@ -336,7 +356,7 @@ class Runtime:
 
     def _follow_stream(self) -> None:
         """When the caller computes on another stream than last time, that one goes behind everything loaded so far."""
-        if self.transfer.pid is None:
+        if self.transfer.pid is None or self.transfer.is_elsewhere:
             return
         stream = self.transfer.stream()
         if self._stream is not None and stream != self._stream:

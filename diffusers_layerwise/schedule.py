@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from .config import LayerwiseOffloadConfig
+from .demand import onload_ahead, onload_now
 from .discovery import Component, Unit
 from .group import Group, GroupState
 from .host import HostStore
@@ -205,6 +206,10 @@ class Schedule:
             group.offload(self.ring)
             group.forget_views()
 
+    def is_loaded(self) -> bool:
+        """Whether any group, the fixed one left out, is on the device or on its way."""
+        return any(group.state is not GroupState.HOST for group in self.groups)
+
     def drop_prefetched(self) -> bool:
         """Drops streamed groups that are loaded but not in use. Returns whether there were any."""
         found = False
@@ -368,7 +373,7 @@ class Schedule:
 
     def _load_now(self, group: Group) -> None:
         self.counters.misses += 1
-        while not group.start_onload(self.ring):
+        while not onload_now(group, self.groups, self.ring):
             if not self.make_slots(self):
                 # Larger than the ring (its weights were replaced by larger ones): memory of its own, for this use.
                 group.start_onload(None)
@@ -395,7 +400,7 @@ class Schedule:
         while position < len(expected) and not (wrapped and position >= self._position):
             group = expected[position][0]
             if group.state is GroupState.HOST:
-                if (group.resident and not residents) or not group.start_onload(self.ring):
+                if (group.resident and not residents) or not onload_ahead(group, self.ring):
                     break
             elif not group.resident and not wrapped:
                 break  # loaded for an earlier use of the same pass: it is loaded again once that use is over

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from .config import Mode, Placement, Residency, format_bytes
+from .errors import NamedOutOfMemoryError
 from .placement import place, refine
 from .plan import Choice, ComponentPlan, ComponentSpec, GroupPlan, OffloadPlan, cut
 from .rings import MIB, RingShape, candidates, runs_of, sizes_of, smallest_ring
@@ -124,7 +125,7 @@ def _too_small(request: Request, least: int, streamed: Sequence[ComponentSpec]) 
     names = ", ".join(repr(s.name) for s in streamed if s.config.resident is not None)
     smaller = ", or a smaller config['activation_reserve']" if least <= total else ""
     what = f"the resident groups that config['resident'] asks for in {names}" if names else WHAT_MUST_FIT
-    return torch.OutOfMemoryError(
+    return NamedOutOfMemoryError(
         f"A memory budget of {format_bytes(total)} (of which {format_bytes(request.reserved)} are reserved for "
         f"activations) can't hold {what}: the smallest budget that works is {need} bytes "
         f"({format_bytes(need)}). Pass memory_budget={need} or more{smaller}."

@@ -14,8 +14,8 @@ DESIGN = PACKAGE.parent / "docs" / "design.md"
 
 ORDER = """
     errors config tensors reads discovery platform host plan simulate placement rings search transfer binding group
-    measure specs schedule passes runtime inputs copies hooks patches conflicts selection report components handle
-    pipeline __init__
+    demand measure specs schedule passes shortage locks runtime inputs attempt copies hooks patches conflicts selection
+    report components handle pipeline __init__
 """.split()
 """Each module imports only from those before it."""
 
