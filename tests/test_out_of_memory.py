@@ -100,9 +100,10 @@ def settled_bytes(sim: ModuleType, handle: OffloadHandle, others: int = 0) -> in
 
     `others` are what a pipeline keeps there itself, such as its scheduler's time steps.
     """
-    gc.collect()
     sim.synchronize()
     held = handle._runtime.transfer.held_bytes
+    if sim.mem(0)["allocated"] - others != held:
+        gc.collect()  # an error's traceback
     assert sim.mem(0)["allocated"] - others == held <= handle.plan.peak_bytes
     return held
 
@@ -162,7 +163,7 @@ def test_each_allocation_in_a_pipeline_call_fails_in_turn(
         assert found is None or torch.equal(found, expected)
         for _ in range(2):
             assert torch.equal(factory.run(name, pipe), expected)
-        assert settled_bytes(sim, handle, kept) == 0 or options in ("lasting", "all")
+        assert settled_bytes(sim, handle, kept) == 0 or options in ("lasting", "all", "whole")
         report = handle.report()
         assert report.peak_seen <= handle.plan.peak_bytes
         handle.remove()
