@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .demand import onload_ahead
 from .group import Group, GroupState
 from .transfer import Ring
 
@@ -90,7 +91,7 @@ class Course:
         while position < len(expected) and not (wrapped and position >= self.position):
             group = expected[position][0]
             if group.state is GroupState.HOST:
-                if (group.resident and not residents) or not group.start_onload(ring):
+                if (group.resident and not residents) or not onload_ahead(group, ring):
                     break
             elif not group.resident and not wrapped:
                 break  # loaded for an earlier use of the same pass: it is loaded again once that use is over

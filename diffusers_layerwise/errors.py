@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+import torch
+
 
 class LayerwiseOffloadError(RuntimeError):
     """A conflict or a runtime problem of layerwise offload: what happened, to which component, and what to call next.
@@ -12,6 +14,10 @@ class LayerwiseOffloadError(RuntimeError):
     Wrong arguments raise `ValueError` or `TypeError` instead, and memory that does not suffice raises
     `torch.OutOfMemoryError`.
     """
+
+
+class NamedOutOfMemoryError(torch.OutOfMemoryError):
+    """Says which memory ran out, whose, and what to call next. Passed on as it is by whoever catches it further out."""
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

@@ -50,6 +50,7 @@ class Group:
         self.name = name
         self.units = list(units)
         self.resident = resident
+        self.is_put_off = False
         self.state = GroupState.HOST
         self.lease: Lease | None = None
         self._binding = Binding(self.units, store)
@@ -60,6 +61,13 @@ class Group:
     def size(self) -> int:
         """Bytes in a region."""
         return self._binding.size
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of device memory of its own; 0 when it lies in the ring or on the host."""
+        if self.state is GroupState.HOST or (self.lease is not None and self.lease.slots):
+            return 0
+        return self.size + ALIGNMENT
 
     # ------------------------------------------------------------------ the three verbs
     def start_onload(self, ring: Ring | None) -> bool:
@@ -152,6 +160,10 @@ class Group:
         if self.state is GroupState.LOADING or self.lease is None:
             return self._binding.is_edited()
         return self._binding.is_replaced() or self._binding.is_repointed(self.lease)
+
+    def is_touched(self) -> bool:
+        """Whether a tensor was edited in place since it was loaded."""
+        return self.state is not GroupState.HOST and self._binding.is_touched()
 
     def take_edits(self) -> None:
         """Copies a ready group's device memory to the host, for edits that no counter shows."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from .locks import all_locked
 from .members import Members, governors, modules_of
 from .plan import OffloadPlan
 from .report import Report, make_report
@@ -97,6 +99,13 @@ class OffloadHandle:
         pipe.__dict__.pop(HANDLE, None)
         self._members.drop_pipe(pipe)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """A copy of a pipeline is an ordinary pipeline, without a handle."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """So is one that comes out of a pickle."""
+        return type(None), ()
+
     def __enter__(self) -> OffloadHandle:
         return self
 
@@ -110,10 +119,19 @@ def handle_of(pipe: Any) -> OffloadHandle | None:
     return found if isinstance(found, OffloadHandle) else None
 
 
-def call_contexts(pipe: Any) -> list[contextlib.AbstractContextManager[None]]:
-    """The contexts that a pipeline's call runs in: one for each runtime that governs a part of it, oldest first."""
-    members = {m.serial: m for m in governors(modules_of(pipe).values()).values()}
+@contextlib.contextmanager
+def calling(pipe: Any) -> Iterator[None]:
+    """The call of a pipeline: a use of whatever governs a part of it begins, and ends with it.
+
+    Locks are taken in one order, so that threads that call pipelines with modules in common don't wait for each other.
+    A VAE's `decode` takes no lock itself, since nothing tells when it ends.
+    """
+    members = {*governors(modules_of(pipe).values()).values()}
     handle = handle_of(pipe)
     if handle is not None:
-        members[handle._members.serial] = handle._members
-    return [members[serial].runtime.call() for serial in sorted(members)]
+        members.add(handle._members)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(all_locked(each.runtime for each in members))
+        for each in sorted(members, key=lambda each: each.runtime.turn):
+            stack.enter_context(each.runtime.call())
+        yield

@@ -10,8 +10,10 @@ import torch
 from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
 from torch import nn
 
+from .attempt import Attempt, let_go
+from .copies import forget_copyable, make_copyable
 from .discovery import Component, Unit
-from .errors import LayerwiseOffloadError
+from .errors import LayerwiseOffloadError, NamedOutOfMemoryError
 from .inputs import move_inputs, requires_grad
 from .runtime import Runtime
 from .schedule import Schedule
@@ -125,11 +127,18 @@ class PlacedHook(ModelHook):  # type: ignore[misc]
 def place(module: nn.Module, device: torch.device) -> None:
     """Hooks a component whose weights are where they should be."""
     add_hook_to_module(module, PlacedHook(device), append=True)
+    make_copyable(module, _is_own)
 
 
 def remove_placed(module: nn.Module) -> None:
     """Undoes [`place`]. Idempotent."""
     _remove(module, lambda hook: isinstance(hook, PlacedHook))
+    for part in module.modules():
+        forget_copyable(part)
+
+
+def _is_own(hook: object) -> bool:
+    return isinstance(hook, (RootHook, UnitHook, PlacedHook))
 
 
 def hooks_of(module: nn.Module) -> list[ModelHook]:
@@ -173,7 +182,8 @@ def install(runtime: Runtime, schedule: Schedule) -> None:
     root = schedule.component.module
     _install_units(schedule, runtime.transfer.device)
     add_hook_to_module(root, RootHook(runtime, schedule, runtime.transfer.device), append=False)
-    root.forward = _guarded(root.forward, runtime)
+    root.forward = _guarded(root.forward, runtime, schedule)
+    make_copyable(root, _is_own, runtime.reading)
     watch(root, schedule)
 
 
@@ -188,43 +198,75 @@ def _install_units(schedule: Schedule, device: torch.device) -> None:
 def reinstall(runtime: Runtime, schedule: Schedule, component: Component) -> None:
     """Hooks the units of a component whose structure has changed; the root's hook, which may be running, stays."""
     old = schedule.component.module
-    for module in {*old.modules(), *(m for unit in schedule.component.units for m in unit.triggers)}:
+    for module in {*unwatch(schedule), *(m for unit in schedule.component.units for m in unit.triggers)}:
+        forget_copyable(module)
         if module is not old:
             remove_own(module, schedule)
-    unwatch(old, schedule)
     schedule.rebuild(component)
     _install_units(schedule, runtime.transfer.device)
     for hook in hooks_of(old):
         if isinstance(hook, RootHook) and hook.schedule is schedule:
             hook.look_up()
+    make_copyable(old, _is_own, runtime.reading)
     watch(old, schedule)
 
 
-def _guarded(forward: Callable[..., Any], runtime: Runtime) -> Callable[..., Any]:
+def _guarded(forward: Callable[..., Any], runtime: Runtime, schedule: Schedule) -> Callable[..., Any]:
     """A root's `forward`, one thread at a time, that leaves everything in order when it raises.
 
-    accelerate calls no `post_forward` then.
+    accelerate calls no `post_forward` then. Out of device memory, it is repeated once under a smaller plan.
     """
 
     @functools.wraps(forward)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         with runtime.lock:
+            attempt = Attempt(schedule.component.module, runtime.transfer.device, (args, kwargs))
             try:
                 return forward(*args, **kwargs)
+            except torch.OutOfMemoryError as error:
+                _prepare_again(runtime, schedule, attempt, error)
             except BaseException:
                 runtime.recover()
+                raise
+            # Not within the clause above, whose error would keep the failed forward's activations.
+            try:
+                return forward(*args, **kwargs)
+            except BaseException as error:
+                held = runtime.shortage.held()
+                runtime.recover()
+                runtime.shortage.explain(error, held)
                 raise
 
     return guarded
 
 
+def _prepare_again(runtime: Runtime, schedule: Schedule, attempt: Attempt, error: BaseException) -> None:
+    """After a forward ran out of device memory: makes the plan smaller and everything as it was before it.
+
+    Raises:
+        torch.OutOfMemoryError: Nothing can be given up, or the forward can't be repeated. The next one has more room.
+    """
+    if isinstance(error, NamedOutOfMemoryError):
+        runtime.recover()
+        raise error
+    held, peak = runtime.shortage.held(), runtime.plan.peak_bytes
+    is_repeatable = attempt.is_repeatable() and not (schedule.fixed is not None and schedule.fixed.is_touched())
+    let_go(error)
+    runtime.recover()
+    is_smaller = runtime.shortage.shed()
+    if not (is_repeatable and is_smaller):
+        raise runtime.shortage.named(held, peak, is_smaller) from error
+    attempt.rewind()
+
+
 def uninstall(schedule: Schedule) -> None:
     """Takes this schedule's hooks off, wherever they still are, and leaves everybody else's. Idempotent."""
     root = schedule.component.module
-    unwatch(root, schedule)
+    watched = unwatch(schedule)
     remove_own(root, schedule)
-    for module in {*root.modules(), *(m for unit in schedule.component.units for m in unit.triggers)}:
+    for module in {*watched, *root.modules(), *(m for unit in schedule.component.units for m in unit.triggers)}:
         remove_own(module, schedule)
+        forget_copyable(module)
 
 
 def remove_own(module: nn.Module, schedule: Schedule) -> None:

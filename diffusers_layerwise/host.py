@@ -8,6 +8,7 @@ its order, and for good when the tier is pageable.
 from __future__ import annotations
 
 import dataclasses
+import os
 import weakref
 from collections.abc import Iterable, Sequence
 
@@ -40,13 +41,19 @@ class Chunk:
             return
         platform.pin_in_place(self.buffer)
         self.registered = True
-        self._unlock = weakref.finalize(self, platform.unpin_in_place, self.buffer.data_ptr())
+        self._unlock = weakref.finalize(self, _unpin, self.buffer.data_ptr(), os.getpid())
 
     def unlock(self) -> None:
         """Gives page-locked memory back as ordinary memory where that is possible in place. Idempotent."""
         if self.registered:
             self._unlock()
             self.registered = False
+
+
+def _unpin(pointer: int, pid: int) -> None:
+    """In a forked child memory isn't locked, and the device can't be asked."""
+    if pid == os.getpid():
+        platform.unpin_in_place(pointer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +78,7 @@ class HostStore:
         self.tier = tier
         self.notes: list[str] = []
         self.was_interrupted = False
+        self._is_full = False
         self._places: dict[Unit, Place] = {}
         self._chunks: list[Chunk] = []
 
@@ -108,6 +116,8 @@ class HostStore:
         """
         if self.tier is not HostTier.PINNED:
             return
+        if self._is_full:
+            return
         # What is mapped from a file stays there: packing would read all of it into memory.
         waiting = [unit for unit in units if unit not in self._places and not unit.on_disk]
         self.was_interrupted = bool(waiting)
@@ -117,12 +127,16 @@ class HostStore:
                 while count < len(waiting) and (count == 0 or size + waiting[count].size <= CHUNK_BYTES):
                     size += waiting[count].size
                     count += 1
-                self._pack_chunk(waiting[:count], size)
+                if not self._pack_chunk(waiting[:count], size):
+                    break
                 waiting = waiting[count:]
         self.was_interrupted = False
 
-    def _pack_chunk(self, units: Sequence[Unit], size: int) -> None:
+    def _pack_chunk(self, units: Sequence[Unit], size: int) -> bool:
+        """Returns False when there is no host memory: what isn't packed stays where it is, and streams from there."""
         chunk = self._new_chunk(ALIGNMENT + size)
+        if chunk is None:
+            return False
         offset = ALIGNMENT
         places: dict[Unit, Place] = {}
         for unit in units:
@@ -134,13 +148,24 @@ class HostStore:
         self._chunks.append(chunk)
         # Last: an interrupt before this leaves units without a place, which are read where their tensors point.
         self._places.update(places)
+        return True
 
-    def _new_chunk(self, count: int) -> Chunk:
+    def _new_chunk(self, count: int) -> Chunk | None:
         try:
             return Chunk(count, self.device, pin=True)
         except RuntimeError as error:
-            self._note_failure(count, error)
-            return Chunk(count, self.device, pin=False)
+            failure = error
+        try:
+            chunk = Chunk(count, self.device, pin=False)
+        except RuntimeError as error:
+            self._is_full = True
+            self.notes.append(
+                f"{format_bytes(count)} of host memory could not be allocated, so weights stay where they were loaded, "
+                f"and their copies are staged: {error}"
+            )
+            return None
+        self._note_failure(count, failure)
+        return chunk
 
     def _lock(self, chunk: Chunk) -> None:
         try:

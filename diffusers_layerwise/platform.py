@@ -42,6 +42,29 @@ def free_memory(device: torch.device) -> int | None:
     return free
 
 
+def empty_cache(device: torch.device) -> None:
+    """Gives memory that torch's allocator keeps unused back to the device. Slow: for when memory ran out."""
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    if module is not None and hasattr(module, "empty_cache"):
+        module.empty_cache()
+
+
+def rng_state(device: torch.device) -> torch.Tensor | None:
+    """The state of the device's random numbers; None for the CPU and for devices without any."""
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    if module is None or not hasattr(module, "get_rng_state"):
+        return None
+    found: torch.Tensor = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
+    return found
+
+
+def set_rng_state(device: torch.device, state: torch.Tensor | None) -> None:
+    """Puts back what [`rng_state`] returned."""
+    if state is not None:
+        module = torch.get_device_module(device)
+        module.set_rng_state(state) if device.type == "mps" else module.set_rng_state(state, device)
+
+
 def can_pin_in_place(device: torch.device) -> bool:
     """Whether memory that is allocated already can be page-locked where it is (CUDA and ROCm)."""
     return device.type == "cuda"

@@ -9,13 +9,17 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from . import platform
+import torch
+
+from . import locks, platform
 from .config import Mode, Residency
 from .errors import LayerwiseOffloadError
 from .passes import PassLog
 from .plan import OffloadPlan
 from .schedule import Schedule
 from .search import Request, make_plan, steady_step
+from .sharing import Sharing
+from .shortage import Planning, Shortage
 from .simulate import Link
 from .tensors import ALIGNMENT
 from .transfer import Ring, Transfer
@@ -69,14 +73,16 @@ class Runtime:
         self.owner: object = None
         self.restructure: Callable[[Schedule], None] = lambda _: None
         self._is_torn = False
-        self._together: set[frozenset[str]] = set()
+        self.sharing = Sharing(self)
         self._active: Schedule | None = None
         self.tuner = Tuner(transfer)
-        self._evicted: set[Schedule] = set()
         self._passes = PassLog()
         self._depth = 0
         self._free: int | None = None
         self._stream: Any = None
+        self.turn = locks.watch(self)
+        self.shortage = Shortage(self, Planning(self._request, self._make_plan, self._adopt))
+        transfer.relieve = self.shortage.relieve
         self.plan = self.plan_for(self.schedules)
         for schedule in self.schedules:
             self._connect(schedule)
@@ -96,7 +102,7 @@ class Runtime:
             self.terms.reserve if self.terms.has_calls else self.terms.reserve or 0,
             self.terms.residency,
             self.tuner.link or Link(),
-            tuple(sorted(self._together, key=sorted)),
+            self.sharing.sorted(),
             provisional=self.is_provisional(),
             strict=strict,
             device=str(self.transfer.device),
@@ -107,8 +113,12 @@ class Runtime:
         learned = all(schedule.order.used for schedule in self.schedules if schedule.component.units)
         return not learned or (self.terms.budget is None and self.transfer.pid is None)
 
-    def _make_plan(self) -> OffloadPlan:
-        return make_plan([schedule.spec() for schedule in self.schedules], self._request(False))
+    def _make_plan(self, strict: bool = False) -> OffloadPlan:
+        return self._plan(self.schedules, strict)
+
+    def _plan(self, schedules: Sequence[Schedule], strict: bool) -> OffloadPlan:
+        specs = [schedule.spec() for schedule in schedules]
+        return make_plan(specs, self.shortage.limited(self._request(strict), specs))
 
     def plan_for(self, schedules: Sequence[Schedule]) -> OffloadPlan:
         """The plan for these components instead of the present ones; changes nothing.
@@ -116,7 +126,7 @@ class Runtime:
         Raises:
             torch.OutOfMemoryError: A budget was given and no plan fits it.
         """
-        return make_plan([schedule.spec() for schedule in schedules], self._request(True))
+        return self._plan(schedules, strict=True)
 
     def _adopt(self, plan: OffloadPlan, schedules: Sequence[Schedule]) -> None:
         """Puts a plan in force. Components other than `schedules` keep their groups, unless the ring changed."""
@@ -166,7 +176,7 @@ class Runtime:
                 self.schedules.remove(schedule)
                 self._passes.forget(schedule)
                 self.tuner.forget(schedule)
-                self._together = {names for names in self._together if schedule.name not in names}
+                self.sharing.forget(schedule)
             for schedule in new:
                 self._connect(schedule)
             self.schedules.extend(new)
@@ -199,8 +209,10 @@ class Runtime:
                 if self._depth == 1:
                     self._start_call()
                 yield
-            except BaseException:
+            except BaseException as error:
+                held = self.shortage.held()
                 self.recover()
+                self.shortage.explain(error, held)
                 raise
             finally:
                 self._depth -= 1
@@ -210,14 +222,14 @@ class Runtime:
     def _start_call(self) -> None:
         self._start()
         self._passes.start_call()
-        self._evicted.clear()
+        self.sharing.start_call()
         for schedule in self.schedules:
             if schedule.is_stale:
                 self.rebuild(schedule)
             schedule.enter()
 
     def _end_call(self) -> None:
-        if self.is_closed:
+        if self.is_closed or self.transfer.is_elsewhere:
             return
         self._follow_stream()
         self._active = None
@@ -232,7 +244,7 @@ class Runtime:
 
     def recover(self) -> None:
         """After an exception or an interrupt: nothing is loading or in use, and no order was learned. Idempotent."""
-        if self.is_closed:
+        if self.is_closed or self.transfer.is_elsewhere:
             return
         self._follow_stream()
         self._active = None
@@ -241,10 +253,21 @@ class Runtime:
         if self.ring is not None:
             self.ring.recover()
 
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """A time in which somebody else may read weights: no call runs, and what was queued for them comes first."""
+        with self.lock:
+            self._follow_stream()
+            yield
+
+    def forget_calls(self) -> None:
+        """In a forked child: the thread that was in the middle of a call stayed in the parent."""
+        self._depth = 0
+
     def release(self) -> None:
         """Gives all device memory back until the next pass. Idempotent."""
         with self.lock:
-            if self.is_closed:
+            if self.is_closed or self.transfer.is_elsewhere:
                 return
             self._follow_stream()
             self._active = None
@@ -263,12 +286,14 @@ class Runtime:
         """First work in this process: the copy stream, and the free memory where no budget was given."""
         if self.transfer.pid == os.getpid():
             return
-        if self.transfer.pid is not None and self.transfer.is_async:
+        if self.transfer.is_elsewhere:
             raise LayerwiseOffloadError(
                 f"This process was forked after {self.transfer.device} had been used by layerwise offload, and a "
                 f"device can't be used in a forked child. Start workers with the 'spawn' method, or fork before the "
                 f"first call."
             )
+        if self.transfer.pid is not None:
+            self.recover()  # a forked child: another thread may have been in the middle of a call
         self.transfer.start()
         if self.terms.budget is None:
             free = platform.free_memory(self.transfer.device)
@@ -288,15 +313,20 @@ class Runtime:
         if self._active is not None:
             self.end_pass(self._active)
         self.end_pass(schedule)
+        self.shortage.settle()
         self._active = schedule
         self._passes.add(schedule)
         self._learn(schedule)
-        self._make_room(schedule)
+        if self.sharing.make_room(schedule, [s for s in self.schedules if s is not schedule]) and self._depth:
+            self._replan(schedule)
+        self.shortage.within_less(lambda: self._take_memory(schedule))
+        self.tuner.start(schedule)
+        schedule.begin_pass()
+
+    def _take_memory(self, schedule: Schedule) -> None:
         schedule.enter()
         if self.ring is not None:
             self.ring.open()
-        self.tuner.start(schedule)
-        schedule.begin_pass()
 
     def end_pass(self, schedule: Schedule) -> None:
         """A component's root is left. Idempotent."""
@@ -322,21 +352,20 @@ class Runtime:
         """Before a pass: takes in what earlier ones showed of this component, its order and its times."""
         timed = self.tuner.take(schedule)
         if schedule.order.is_due:
-            if self.plan.component(schedule.name).largest_streamed or self._uses_repeat(schedule):
+            part = self.plan.component(schedule.name)
+            # A whole component is packed too where it is loaded again for each use.
+            if part.largest_streamed or part.residency is Residency.USE:
                 for other in self.schedules:
                     other.drop_all()
                 schedule.pack()
-                self.tuner.measure_link(schedule, self.ring)
+                with contextlib.suppress(torch.OutOfMemoryError):  # what isn't measured is assumed
+                    self.tuner.measure_link(schedule, self.ring)
                 self._replan(schedule)
             schedule.order.is_due = False
         elif timed:
             better = self._better_plan(schedule)
             if better is not None:
                 self._replan(schedule, better)
-
-    def _uses_repeat(self, schedule: Schedule) -> bool:
-        """Whether a whole component is loaded again for each use, so that packing its host copy pays."""
-        return self.plan.component(schedule.name).residency is Residency.USE
 
     def _better_plan(self, schedule: Schedule) -> OffloadPlan | None:
         """The plan with a component's new times, where it is enough faster than the one in force."""
@@ -348,7 +377,7 @@ class Runtime:
 
     def _follow_stream(self) -> None:
         """When the caller computes on another stream than last time, that one goes behind everything loaded so far."""
-        if self.transfer.pid is None:
+        if self.transfer.pid is None or self.transfer.is_elsewhere:
             return
         stream = self.transfer.stream()
         if self._stream is not None and stream != self._stream:
@@ -357,30 +386,6 @@ class Runtime:
                 event.record(self._stream)
             self.transfer.wait(event)
         self._stream = stream
-
-    def _make_room(self, schedule: Schedule) -> None:
-        """Ends the use of idle components' resident groups, and drops what others prefetched."""
-        mine = next((names for names in self._together if schedule.name in names), frozenset([schedule.name]))
-        for other in self.schedules:
-            if other is schedule:
-                continue
-            other.drop_prefetched()
-            component = self.plan.component(other.name)
-            if component.residency is Residency.USE and other.name not in mine and component.resident_bytes:
-                self._evict(other, schedule)
-
-    def _evict(self, other: Schedule, by: Schedule) -> None:
-        held = self.transfer.held_bytes
-        other.drop_all()
-        if self.transfer.held_bytes == held:
-            return
-        self._evicted.add(other)
-        if by in self._evicted and self._depth:
-            # They take turns within a step: each would reload its residents every time. From now on they share.
-            names = frozenset([by.name, other.name])
-            sharing = [s for s in self._together if s & names]
-            self._together = (self._together - set(sharing)) | {names.union(*sharing)}
-            self._replan(by)
 
     def _may_keep(self, count: int) -> bool:
         """Whether a group that repeats within a pass may stay on the device: the budget has room for it."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from .config import LayerwiseOffloadConfig
 from .course import Course
+from .demand import onload_now
 from .discovery import Component, Unit
 from .group import Group, GroupState
 from .host import HostStore
@@ -217,6 +218,10 @@ class Schedule:
             group.offload(self.ring)
             group.forget_views()
 
+    def is_loaded(self) -> bool:
+        """Whether any group, the fixed one left out, is on the device or on its way."""
+        return any(group.state is not GroupState.HOST for group in self.groups)
+
     def drop_prefetched(self) -> bool:
         """Drops streamed groups that are loaded but not in use. Returns whether there were any."""
         found = False
@@ -354,7 +359,7 @@ class Schedule:
             group.resident = True
             self._kept.append(group)
         self._repeated.add(index)
-        while not group.start_onload(self.ring):
+        while not onload_now(group, self.groups, self.ring):
             if not self.make_slots(self):
                 # Larger than the ring (its weights were replaced by larger ones): memory of its own, for this use.
                 group.start_onload(None)

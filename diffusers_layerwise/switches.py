@@ -15,7 +15,7 @@ from torch import nn
 
 from . import patches, platform
 from .errors import LayerwiseOffloadError
-from .handle import HANDLE, OffloadHandle, call_contexts, handle_of
+from .handle import HANDLE, OffloadHandle, calling, handle_of
 from .members import Members, governors, modules_of, names_of
 
 logger = logging.get_logger(__name__)
@@ -39,9 +39,7 @@ def governed(pipe: Any) -> dict[str, nn.Module]:
 # ---------------------------------------------------------------------- calls and assignments
 def call(original: Original, pipe: Any, *args: Any, **kwargs: Any) -> Any:
     """`pipe(...)`: a use begins and ends with it."""
-    with contextlib.ExitStack() as stack:
-        for context in call_contexts(pipe):
-            stack.enter_context(context)
+    with calling(pipe):
         return original(*args, **kwargs)
 
 

@@ -11,7 +11,8 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -86,6 +87,13 @@ class Transfer:
         self.peak_bytes = 0
         self.peak_ever = 0
         self.log: list[tuple[str, str]] | None = None
+        #: Gives up device memory that whoever has the account doesn't need now.
+        self.relieve: Callable[[Account | None], None] = lambda _: None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the device belongs to the process that this one was forked from, and can't be used here."""
+        return self.is_async and self.pid is not None and self.pid != os.getpid()
 
     def start(self) -> None:
         """Creates the copy stream in this process. Idempotent."""
@@ -157,6 +165,14 @@ class Transfer:
         self.hold(buffer.numel())
         return buffer
 
+    def allocate(self, count: int, account: Account | None = None) -> torch.Tensor:
+        """[`Transfer.new_buffer`], tried again after giving up what isn't needed now when there is no memory."""
+        try:
+            return self.new_buffer(count)
+        except torch.OutOfMemoryError:
+            self.relieve(account)
+        return self.new_buffer(count)
+
     def hold(self, count: int) -> None:
         """Counts `count` more bytes of weights as held on the device (fewer when negative)."""
         self.held_bytes += count
@@ -173,11 +189,13 @@ class Transfer:
 
     def new_lease(self, count: int, account: Account) -> Lease:
         """A lease of `count` bytes outside the ring, for a resident group."""
-        buffer = self.new_buffer(count)
+        buffer = self.allocate(count, account)
         account.hold(buffer.numel())
         after = self.event()
         self.mark(after)
-        return Lease(buffer, ALIGNMENT, [], (next(_serials), ALIGNMENT), self.event(), [after])
+        lease = Lease(buffer, ALIGNMENT, [], (next(_serials), ALIGNMENT), self.event(), [after])
+        order_before_free(lease, self.stream(), [lease.ready])
+        return lease
 
     def drop_lease(self, lease: Lease, account: Account) -> None:
         """Gives a resident group's memory back, once the caller's stream is behind the copy that filled it."""
@@ -217,6 +235,24 @@ class Transfer:
         return self.seconds(*marks)
 
 
+def order_before_free(owner: object, stream: Any, events: list[torch.Event | None]) -> Callable[[], object]:
+    """Puts the stream that memory was allocated on behind the copies into it, once its owner is nobody's any more.
+
+    A module that is dropped leaves copies in flight, and the allocator would lend their target to somebody else.
+    Returns what calls it off.
+    """
+    finalizer = weakref.finalize(owner, _wait_all, stream, events, os.getpid())
+    finalizer.atexit = False
+    return finalizer.detach
+
+
+def _wait_all(stream: Any, events: list[torch.Event | None], pid: int) -> None:
+    if pid == os.getpid():
+        for event in events:
+            if event is not None:
+                stream.wait_event(event)
+
+
 class Ring:
     """Equal slots in one byte slab; a group takes as many consecutive ones as it needs.
 
@@ -239,6 +275,7 @@ class Ring:
         self._cursor = 0
         self._serial = -1
         self._leases: dict[tuple[int, int], Lease] = {}
+        self._call_off: Callable[[], object] = lambda: None
 
     @property
     def nbytes(self) -> int:
@@ -249,12 +286,14 @@ class Ring:
         """Allocates the slab. Idempotent."""
         if self.slab is not None or not self.count:
             return
-        self.slab = self.transfer.new_buffer(self.slot_bytes * self.count)
+        self.slab = self.transfer.allocate(self.slot_bytes * self.count)
         self._serial = next(_serials)
         event = self.transfer.event
+        stream = self.transfer.stream()
         self.slots = [Slot(index, event(), event()) for index in range(self.count)]
         for slot in self.slots:
             self.transfer.mark(slot.free)
+        self._call_off = order_before_free(self, stream, [slot.ready for slot in self.slots])
 
     def has_room(self) -> bool:
         """Whether any slot is free: a quick look that saves the caller's preparations."""
@@ -329,6 +368,7 @@ class Ring:
         for slot in self.slots:
             # The slab belongs to the caller's stream: it must not be handed out while a copy is still filling it.
             self.transfer.wait(slot.ready)
+        self._call_off()
         self.transfer.drop_buffer(self.slab)
         self.slab = None
         self.slots = []

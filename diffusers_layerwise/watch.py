@@ -33,16 +33,20 @@ def watch(root: nn.Module, watcher: Watcher) -> None:
         _handles.append(registration.register_module_parameter_registration_hook(_on_registration))
 
 
-def unwatch(root: nn.Module, watcher: Watcher) -> None:
-    """Undoes [`watch`]. Idempotent; the global hooks go with the last watcher."""
+def unwatch(watcher: Watcher) -> list[nn.Module]:
+    """Undoes [`watch`]. Idempotent; the global hooks go with the last watcher. Returns the modules it watched."""
+    found: list[nn.Module] = []
     for module in list(_watched):
         watchers = _watched[module]
-        watchers.discard(watcher)
+        if watcher in watchers:
+            found.append(module)
+            watchers.discard(watcher)
         if not watchers:
             del _watched[module]
     if not _watched:
         while _handles:
             _handles.pop().remove()
+    return found
 
 
 def _on_registration(module: nn.Module, name: str, value: object) -> None:

@@ -507,7 +507,6 @@ def linears() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(6)))
 
 
-@pytest.mark.xfail(strict=True, reason="not supported yet: hooks hold locks and events")
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_a_copy_of_an_enabled_module_is_an_ordinary_module(copied: Any) -> None:
     module, given = linears(), torch.ones(1, 32)

@@ -14,9 +14,9 @@ DESIGN = PACKAGE.parent / "docs" / "design.md"
 
 ORDER = """
     errors device_maps config watch tensors residence reads discovery platform host plan simulate placement rings search
-    transfer binding group measure specs order course schedule tuning passes runtime inputs hooks patches moves
-    weights_maps dispatched conflicts selection report mapping components adoption members handle switches pipeline
-    __init__
+    transfer binding group demand measure specs order course schedule tuning passes sharing shortage locks runtime
+    inputs attempt copies hooks patches moves weights_maps dispatched conflicts selection report mapping components
+    adoption members handle switches pipeline __init__
 """.split()
 """Each module imports only from those before it."""
 

@@ -213,8 +213,8 @@ MUTANTS = [
     ),
     Mutant(
         "idle components keep their residents",
-        "runtime.py",
-        "                self._evict(other, schedule)\n",
+        "sharing.py",
+        "                is_due = self._evict(other, schedule) or is_due\n",
         "                pass\n",
     ),
     Mutant(
