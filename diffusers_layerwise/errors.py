@@ -16,8 +16,19 @@ class LayerwiseOffloadError(RuntimeError):
     """
 
 
-class NamedOutOfMemoryError(torch.OutOfMemoryError):
-    """Says which memory ran out, whose, and what to call next. Passed on as it is by whoever catches it further out."""
+_NAMED = "_layerwise_offload_named"
+
+
+def named_out_of_memory(message: str) -> torch.OutOfMemoryError:
+    """An out-of-memory that says all there is to say; whoever catches it further out passes it on as it is."""
+    error = torch.OutOfMemoryError(message)
+    setattr(error, _NAMED, True)
+    return error
+
+
+def is_named(error: BaseException) -> bool:
+    """Whether an error is from [`named_out_of_memory`]."""
+    return getattr(error, _NAMED, False)
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 from .attempt import Attempt, let_go
 from .copies import forget_copyable, make_copyable
 from .discovery import Component, Unit
-from .errors import LayerwiseOffloadError, NamedOutOfMemoryError
+from .errors import LayerwiseOffloadError, is_named
 from .inputs import move_inputs, requires_grad
 from .runtime import Runtime
 from .schedule import Schedule
@@ -181,7 +181,9 @@ def install(runtime: Runtime, schedule: Schedule) -> None:
     """Hooks a component's root and units, behind hooks that are there already."""
     root = schedule.component.module
     _install_units(schedule, runtime.transfer.device)
-    add_hook_to_module(root, RootHook(runtime, schedule, runtime.transfer.device), append=False)
+    add_hook_to_module(root, RootHook(runtime, schedule, runtime.transfer.device), append=True)
+    # accelerate chains hooks in one that has no device, and diffusers asks the outermost one.
+    root._hf_hook.execution_device = runtime.transfer.device
     root.forward = _guarded(root.forward, runtime, schedule)
     make_copyable(root, _is_own, runtime.reading)
     watch(root, schedule)
@@ -246,7 +248,7 @@ def _prepare_again(runtime: Runtime, schedule: Schedule, attempt: Attempt, error
     Raises:
         torch.OutOfMemoryError: Nothing can be given up, or the forward can't be repeated. The next one has more room.
     """
-    if isinstance(error, NamedOutOfMemoryError):
+    if is_named(error):
         runtime.recover()
         raise error
     held, peak = runtime.shortage.held(), runtime.plan.peak_bytes

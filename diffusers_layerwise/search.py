@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from .config import Mode, Placement, Residency, format_bytes
-from .errors import NamedOutOfMemoryError
+from .errors import named_out_of_memory
 from .placement import place, refine
 from .plan import Choice, ComponentPlan, ComponentSpec, GroupPlan, OffloadPlan, cut
 from .rings import MIB, RingShape, candidates, runs_of, sizes_of, smallest_ring
@@ -141,7 +141,7 @@ def _too_small(request: Request, least: int, specs: Sequence[ComponentSpec]) -> 
     what = f"the resident groups that config['resident'] asks for in {names}" if names else WHAT_MUST_FIT
     if mapped:
         what = f"what the device map keeps resident in {mapped}"
-    return NamedOutOfMemoryError(
+    return named_out_of_memory(
         f"A memory budget of {format_bytes(total)} (of which {format_bytes(request.reserved)} are reserved for "
         f"activations) can't hold {what}: the smallest budget that works is {need} bytes "
         f"({format_bytes(need)}). Pass memory_budget={need} or more{smaller}."

@@ -13,7 +13,7 @@ import torch
 
 from . import platform
 from .config import format_bytes
-from .errors import NamedOutOfMemoryError
+from .errors import is_named, named_out_of_memory
 from .plan import ComponentSpec, OffloadPlan
 from .schedule import Schedule
 from .search import Request, smallest_peak
@@ -211,15 +211,15 @@ class Shortage:
         platform.empty_cache(self.owner.transfer.device)
         return found
 
-    def named(self, held: Held, peak: int, is_smaller: bool) -> NamedOutOfMemoryError:
+    def named(self, held: Held, peak: int, is_smaller: bool) -> torch.OutOfMemoryError:
         """The error for what was held; `peak` is the former plan's."""
         need = self.planning.request(False).total_for(self._least())
         now = self.owner.plan.peak_bytes
-        return NamedOutOfMemoryError(explanation(held, peak, now if is_smaller else None, need))
+        return named_out_of_memory(explanation(held, peak, now if is_smaller else None, need))
 
     def explain(self, error: BaseException, held: Held) -> None:
         """Raises an error that says it all in place of a bare out-of-memory, after everything was recovered."""
-        if not isinstance(error, torch.OutOfMemoryError) or isinstance(error, NamedOutOfMemoryError):
+        if not isinstance(error, torch.OutOfMemoryError) or is_named(error):
             return
         peak = self.owner.plan.peak_bytes
         raise self.named(held, peak, self.shed()) from error

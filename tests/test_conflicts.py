@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from diffusers import ComponentsManager, DiffusionPipeline
 from torch import nn
 
@@ -461,3 +462,24 @@ def test_components_manager_after_ours_leaves_ours_alone(
         assert torch.equal(run(pipe), expected)
         assert ours(pipe) == streamed
     assert len(manager.components) == len(factory.modules_of(pipe))
+
+
+# ---------------------------------------------------------------------- hooks of somebody else
+class Scale(ModelHook):  # type: ignore[misc]
+    """Somebody's own hook at a component's root: it changes the output, so that its absence shows."""
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        return (output[0] * 0.5, *output[1:])
+
+
+def test_a_foreign_hook_at_a_root_stays_and_works(sim: ModuleType) -> None:
+    stock, pipe = build(), build()
+    for each in (stock, pipe):
+        add_hook_to_module(each.transformer, Scale())
+    pipe.enable_layerwise_offload(mode="memory", onload_device="sim")
+    for _ in range(2):
+        assert torch.equal(run(pipe), run(stock))
+    assert str(pipe._execution_device) == str(pipe.transformer._hf_hook.execution_device) == "sim:0"
+    pipe.disable_layerwise_offload()
+    assert isinstance(pipe.transformer._hf_hook, Scale)
+    assert torch.equal(run(pipe), run(stock))

@@ -22,7 +22,7 @@ import factory
 import models
 from diffusers_layerwise import OffloadHandle
 from diffusers_layerwise.attempt import Snapshot
-from diffusers_layerwise.errors import NamedOutOfMemoryError
+from diffusers_layerwise.errors import is_named
 from diffusers_layerwise.shortage import smaller_limit
 from diffusers_layerwise.transfer import Transfer
 from models import make, numbers, run, stream
@@ -80,7 +80,8 @@ def result(call: Callable[[], torch.Tensor]) -> torch.Tensor | None:
     error = caught(lambda: found.append(call()))
     if error is None:
         return found[0]
-    assert isinstance(error, NamedOutOfMemoryError)
+    assert is_named(error)
+    assert type(error) is torch.OutOfMemoryError
     assert re.match(NAMED, str(error))
     assert "memory_budget=" in str(error)
     return None
@@ -147,7 +148,7 @@ def test_each_allocation_for_a_module_fails_in_turn(
 
 @pytest.mark.parametrize("times", [1, 4])
 @pytest.mark.parametrize("options", ["memory", "auto, half", "lasting", "all", "whole"])
-@pytest.mark.parametrize("name", ["sd15", "wan"])
+@pytest.mark.parametrize("name", ["sd15", pytest.param("wan", marks=pytest.mark.slow)])
 def test_each_allocation_in_a_pipeline_call_fails_in_turn(
     sim: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, options: str, times: int
 ) -> None:
@@ -161,8 +162,7 @@ def test_each_allocation_in_a_pipeline_call_fails_in_turn(
         with Failures(monkeypatch, nth, times) as failures:
             found = result(lambda: factory.run(name, pipe))
         assert found is None or torch.equal(found, expected)
-        for _ in range(2):
-            assert torch.equal(factory.run(name, pipe), expected)
+        assert torch.equal(factory.run(name, pipe), expected)
         assert settled_bytes(sim, handle, kept) == 0 or options in ("lasting", "all", "whole")
         report = handle.report()
         assert report.peak_seen <= handle.plan.peak_bytes
@@ -250,7 +250,7 @@ def test_each_module_runs_out_of_memory_in_turn(sim: ModuleType, mode: str, shar
     pytest.fail("modules without end")
 
 
-@pytest.mark.parametrize("name", ["flux", "sd15", "wan"])
+@pytest.mark.parametrize("name", ["flux", "sd15", pytest.param("wan", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", ["memory", "auto, half", "all"])
 def test_a_component_of_a_pipeline_runs_out_of_memory(sim: ModuleType, name: str, options: str) -> None:
     pipe = factory.CASES[name].build()
@@ -270,8 +270,7 @@ def test_a_component_of_a_pipeline_runs_out_of_memory(sim: ModuleType, name: str
                 assert error.__cause__ is not None
                 assert ("enable_vae_tiling" in str(error)) == (part == "vae")
                 del error
-            for _ in range(2):
-                assert torch.equal(factory.run(name, pipe), expected)
+            assert torch.equal(factory.run(name, pipe), expected)
             assert settled_bytes(sim, handle, kept) == 0 or options == "all"
             handle.remove()
 
