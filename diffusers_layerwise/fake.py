@@ -35,7 +35,7 @@ _SILENT |= {aten.detach, aten.alias, aten.lift_fresh, aten.set_, aten.resize_}
 _SHAPED_BY_VALUES = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
-class FakeDevice(TorchDispatchMode):
+class FakeDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what runs on the meta device.
 
     Attributes:
@@ -46,7 +46,7 @@ class FakeDevice(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = LiveBytes()
         self.twins = Twins(self.live)
         self.cost = Cost()
@@ -281,6 +281,8 @@ class Functions(TorchFunctionMode):
                 return func(*args, **kwargs)
         if func in (torch.rms_norm, F.rms_norm) and args[0].is_meta:
             return self._rms_norm(*args, **kwargs)
+        if func in (torch.tensor, torch.as_tensor) and isinstance(args[0], (list, tuple, int, float, bool)):
+            return _from_host(func, args, kwargs)
         if func in (torch.Tensor.tolist, torch.Tensor.numpy) and args[0].is_meta:
             return func(args[0].to("cpu"), *args[1:], **kwargs)
         return func(*args, **kwargs)
@@ -331,6 +333,24 @@ class Functions(TorchFunctionMode):
         return result
 
 
+def _from_host(func: Any, args: Any, kwargs: Any) -> Any:
+    """`torch.tensor(...)`, which reads scalars below the modes' sight: made on the host, then moved."""
+    kwargs = dict(kwargs)
+    target = kwargs.pop("device", None)
+    made = func(mapped(args[0], lambda t: t.item() if t.numel() == 1 else t.tolist()), *args[1:], **kwargs)
+    return made if target is None else made.to(target)
+
+
+def _autocast(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+    """Autocast knows no meta device: a block for it is made for the host, where nothing of it runs."""
+    if device_type == "meta":
+        device_type, args, kwargs = "cpu", (), {"enabled": False}
+    _AUTOCAST(self, device_type, *args, **kwargs)
+
+
+_AUTOCAST = torch.amp.autocast.__init__
+
+
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = getattr(owner, name)
@@ -348,6 +368,7 @@ def faked(device: FakeDevice) -> Iterator[None]:
         stack.enter_context(torch.no_grad())
         # Where a mask's content isn't known, all of it is taken: the most that can come out.
         stack.enter_context(_replaced(fx_config, "meta_nonzero_assume_all_nonzero", True))
+        stack.enter_context(_replaced(torch.amp.autocast, "__init__", _autocast))
         stack.enter_context(Functions(device))
         stack.enter_context(device)
         yield

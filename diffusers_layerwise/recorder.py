@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -87,12 +88,13 @@ class Recorder:
             if id(module) not in seen:
                 seen.add(id(module))
                 self.components[name] = self._hook(name, module)
+        self._cut()  # what building them took
 
     # ------------------------------------------------------------------ hooks
     def _hook(self, name: str, module: nn.Module) -> TracedComponent:
         found = discover(module, name, allow_meta=True)
         leaves = find_leaves(found)
-        for index, (leaf, part) in enumerate(leaves):
+        for index, (_, part) in enumerate(leaves):
             if part is not module:
                 part.register_forward_pre_hook(self._before(name, index), prepend=True)
                 part.register_forward_hook(self._after)
@@ -359,11 +361,28 @@ def trace_pipeline(pipe: Any, device: FakeDevice, call: Mapping[str, Any], notes
 
 
 def _mark_steps(scheduler: Any, recorder: Recorder) -> None:
-    step = scheduler.step
+    """Gives a scheduler a class of its own that tells the recorder of each step (and so do copies of it).
 
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        result = step(*args, **kwargs)
+    Its tables are made on the host, since some schedulers read them there while they make them.
+    """
+    kind = type(scheduler)
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = kind.step(self, *args, **kwargs)
         recorder.step()
         return result
 
-    scheduler.step = marked
+    def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
+        if asked is not None:
+            kwargs["device"] = "cpu"
+        result = kind.set_timesteps(self, *args, **kwargs)
+        if asked is not None and isinstance(getattr(self, "timesteps", None), torch.Tensor):
+            self.timesteps = self.timesteps.to(asked)
+        return result
+
+    added: dict[str, Any] = {"step": step, "__module__": kind.__module__}
+    if hasattr(kind, "set_timesteps") and "timesteps" not in kind.__dict__:
+        added["set_timesteps"] = functools.wraps(kind.set_timesteps)(set_timesteps)
+    added["step"] = functools.wraps(kind.step)(step)
+    scheduler.__class__ = type(kind.__name__, (kind,), added)

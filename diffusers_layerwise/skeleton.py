@@ -115,7 +115,7 @@ def _component(
         to_meta(module, device)
         return module.eval()
     loader = getattr(kind, "from_pretrained", None)
-    if loader is not None:
+    if loader is not None and place.is_dir():
         try:
             return loader(str(place), local_files_only=True)
         except Exception as error:
@@ -242,9 +242,11 @@ def from_module(module: nn.Module, device: FakeDevice, memo: dict[int, Any] | No
             for tensor in held.values():
                 if tensor is not None and id(tensor) not in memo:
                     memo[id(tensor)] = _ghost(tensor, device, held is part._buffers)
-        for name in HOOKS:
-            if name in part.__dict__:
-                memo[id(part.__dict__[name])] = None
+        for name, value in part.__dict__.items():
+            if name in HOOKS:
+                memo[id(value)] = None
+            elif isinstance(value, torch.Tensor):
+                memo[id(value)] = torch.empty(value.shape, dtype=value.dtype, device=META) if _derived(value) else value
         if "_hf_hook" in part.__dict__ or "_diffusers_hook" in part.__dict__:
             memo[id(part.__dict__.get("forward"))] = None
     made = copy.deepcopy(module, memo)
@@ -255,6 +257,11 @@ def from_module(module: nn.Module, device: FakeDevice, memo: dict[int, Any] | No
             del part.__dict__["forward"]
     to_meta(made, device)
     return made
+
+
+def _derived(value: torch.Tensor) -> bool:
+    """Whether a module computed a tensor from its weights (`weight_norm` does), so that it can't be copied."""
+    return not value.is_leaf
 
 
 def _ghost(tensor: torch.Tensor, device: FakeDevice, is_buffer: bool) -> torch.Tensor:

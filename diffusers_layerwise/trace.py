@@ -134,6 +134,7 @@ class Trace:
             the scheduler is `("", 0)`.
         outside (`Cost`), `outside_peak` (`int`): What runs outside of components: its work, and the most bytes alive.
         error (`str`, *optional*): Why the call could not be traced to its end.
+        tiled (`dict[str, int]`): The activation peak of a VAE with tiling, where without it is the highest of all.
         notes (`list[str]`): What was assumed.
     """
 
@@ -144,6 +145,7 @@ class Trace:
     outside_peak: int
     error: str | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
+    tiled: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -162,17 +164,16 @@ class Trace:
         raise KeyError(name)
 
     def step_passes(self) -> list[tuple[str, int]]:
-        """The passes of one step: those between the last two steps of the scheduler.
+        """The passes of one step: those between the last two steps of the scheduler that have passes between them.
 
-        Without two steps: one pass of each component that is called most often.
+        Without two steps: the pass before the only one, else one pass of each component that is called most often.
         """
         marks = [i for i, (name, _) in enumerate(self.sequence) if not name]
-        if len(marks) >= 2:
-            found = [item for item in self.sequence[marks[-2] + 1 : marks[-1]] if item[0]]
-            if found:
-                return found
-        if len(marks) == 1:
-            return self.sequence[max(0, marks[0] - 1) : marks[0]]
+        for first, last in zip(reversed(marks[:-1]), reversed(marks[1:]), strict=True):
+            if last > first + 1:
+                return self.sequence[first + 1 : last]
+        if marks and marks[0]:
+            return self.sequence[marks[0] - 1 : marks[0]]
         most = max((c.calls for c in self.components), default=0)
         return [(c.name, 0) for c in self.components if most and c.calls == most]
 
@@ -187,6 +188,7 @@ class Trace:
             "outside_peak": self.outside_peak,
             "error": self.error,
             "notes": self.notes,
+            "tiled": self.tiled,
         }
 
     @classmethod
@@ -206,6 +208,7 @@ class Trace:
             values["outside_peak"],
             values["error"],
             list(values["notes"]),
+            dict(values["tiled"]),
         )
 
 

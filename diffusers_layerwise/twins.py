@@ -54,9 +54,7 @@ class Twins:
         if storage is None:
             return None
         twin = torch.empty(0, dtype=tensor.dtype)
-        found: torch.Tensor = twin.set_(  # type: ignore[call-overload]
-            storage, tensor.storage_offset(), tensor.shape, tensor.stride()
-        )
+        found: torch.Tensor = twin.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
         return found
 
     def keep(self, tensor: torch.Tensor, value: torch.Tensor) -> None:

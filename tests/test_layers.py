@@ -15,7 +15,8 @@ DESIGN = PACKAGE.parent / "docs" / "design.md"
 ORDER = """
     errors config tensors reads discovery platform host plan simulate placement rings search transfer binding group
     measure specs schedule passes runtime inputs hooks patches conflicts selection report components handle pipeline
-    __init__
+    flops live twins fake headers standins skeleton trace recorder cache tracing hardware cost predict rivals cli
+    __init__ __main__
 """.split()
 """Each module imports only from those before it."""
 
