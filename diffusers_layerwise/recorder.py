@@ -90,6 +90,10 @@ class Recorder:
                 self.components[name] = self._hook(name, module)
         self._cut()  # what building them took
 
+    def __deepcopy__(self, memo: Any) -> Recorder:
+        """One recorder listens to a scheduler and its copies."""
+        return self
+
     # ------------------------------------------------------------------ hooks
     def _hook(self, name: str, module: nn.Module) -> TracedComponent:
         found = discover(module, name, allow_meta=True)
@@ -117,6 +121,7 @@ class Recorder:
         self.done()
 
     def _entry(self, name: str, method: Callable[..., Any], own: int | None) -> Callable[..., Any]:
+        @functools.wraps(method)
         def entry(*args: Any, **kwargs: Any) -> Any:
             if self._depth:
                 return method(*args, **kwargs)
@@ -361,28 +366,26 @@ def trace_pipeline(pipe: Any, device: FakeDevice, call: Mapping[str, Any], notes
 
 
 def _mark_steps(scheduler: Any, recorder: Recorder) -> None:
-    """Gives a scheduler a class of its own that tells the recorder of each step (and so do copies of it).
+    """Makes a scheduler, and whatever copies of it a pipeline makes, tell the recorder of each step."""
+    for name, marked in (("step", _step), ("set_timesteps", _set_timesteps)):
+        method = getattr(scheduler, name, None)
+        if method is not None:
+            # A partial object, not a closure: a deep copy of the scheduler gets one that is bound to the copy.
+            setattr(scheduler, name, functools.update_wrapper(functools.partial(marked, scheduler, recorder), method))
 
-    Its tables are made on the host, since some schedulers read them there while they make them.
-    """
-    kind = type(scheduler)
 
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = kind.step(self, *args, **kwargs)
-        recorder.step()
-        return result
+def _step(scheduler: Any, recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
+    result = type(scheduler).step(scheduler, *args, **kwargs)
+    recorder.step()
+    return result
 
-    def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
-        if asked is not None:
-            kwargs["device"] = "cpu"
-        result = kind.set_timesteps(self, *args, **kwargs)
-        if asked is not None and isinstance(getattr(self, "timesteps", None), torch.Tensor):
-            self.timesteps = self.timesteps.to(asked)
-        return result
 
-    added: dict[str, Any] = {"step": step, "__module__": kind.__module__}
-    if hasattr(kind, "set_timesteps") and "timesteps" not in kind.__dict__:
-        added["set_timesteps"] = functools.wraps(kind.set_timesteps)(set_timesteps)
-    added["step"] = functools.wraps(kind.step)(step)
-    scheduler.__class__ = type(kind.__name__, (kind,), added)
+def _set_timesteps(scheduler: Any, recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
+    """Makes a scheduler's tables on the host, since some schedulers read them there while they make them."""
+    asked = kwargs.get("device")
+    if asked is not None:
+        kwargs["device"] = "cpu"
+    result = type(scheduler).set_timesteps(scheduler, *args, **kwargs)
+    if asked is not None and isinstance(scheduler.__dict__.get("timesteps"), torch.Tensor):
+        scheduler.timesteps = scheduler.timesteps.to(asked)
+    return result
