@@ -11,7 +11,7 @@ from collections.abc import Callable
 from .cost import Problem
 from .hardware import Hardware
 from .simulate import LATENCY
-from .trace import Leaf, PassTrace, TracedComponent
+from .trace import Leaf, PassTrace, TracedComponent, Use
 
 #: Host work that a hook adds to each group's use while the device waits for it (measured, 30 to 60 us).
 HOOK = 5e-5
@@ -32,12 +32,14 @@ class Rival:
 
 @dataclasses.dataclass(frozen=True)
 class _Stretch:
-    """Uses of one group in a row: its bytes and tensors, the compute meanwhile, and the most bytes alive."""
+    """Uses of one group in a row: its bytes and tensors, the compute from there to the next one, and the most bytes alive
+    while it is held (`high`) and from then to the next one (`gap_high`)."""
 
     nbytes: int
     tensors: int
     seconds: float
     high: int
+    gap_high: int
 
 
 _GroupOf = Callable[[Leaf], str | None]
@@ -73,14 +75,19 @@ def _stretches(traced: TracedComponent, one: PassTrace, hardware: Hardware, grou
     for use in one.uses:
         name = group_of(traced.leaves[use.leaf])
         seconds = hardware.seconds(use.busy) + hardware.seconds(use.gap)
-        high = max(use.high, use.gap_high)
         if found and (name is None or name == last):
-            before = found[-1]
-            found[-1] = _Stretch(before.nbytes, before.tensors, before.seconds + seconds, max(before.high, high))
+            found[-1] = _longer(found[-1], use, seconds, is_same=name is not None)
             continue
         last = name or last
-        found.append(_Stretch(*(groups[name] if name is not None else (0, 0)), seconds, high))
+        found.append(_Stretch(*(groups[name] if name is not None else (0, 0)), seconds, use.high, use.gap_high))
     return found
+
+
+def _longer(before: _Stretch, use: Use, seconds: float, is_same: bool) -> _Stretch:
+    """A stretch and another use: of the same group, which is held in between, or of one that isn't moved."""
+    gap = (use.gap_high,) if is_same else (before.gap_high, use.high, use.gap_high)
+    high = max(before.high, before.gap_high, use.high) if is_same else before.high
+    return dataclasses.replace(before, seconds=before.seconds + seconds, high=high, gap_high=max(gap))
 
 
 def streamed(group_of: _GroupOf) -> _PassRule:
@@ -96,7 +103,7 @@ def streamed(group_of: _GroupOf) -> _PassRule:
         for position, item in enumerate(line):
             ahead = line[position + 1].nbytes if position + 1 < len(line) else 0
             now += max(item.seconds, loads[position + 1]) + (HOOK if item.nbytes else 0.0)
-            high = max(high, one.base + item.high + item.nbytes + ahead)
+            high = max(high, one.base + ahead + max(item.high + item.nbytes, item.gap_high))
         return now, high + held
 
     return run
@@ -115,7 +122,7 @@ def waiting(group_of: _GroupOf, back: bool) -> _PassRule:
         for item in line:
             now += item.seconds + ways * (item.nbytes / hardware.pageable + item.tensors * LATENCY)
             now += HOOK if item.nbytes else 0.0
-            high = max(high, one.base + item.high + item.nbytes)
+            high = max(high, one.base + max(item.high + item.nbytes, item.gap_high))
         return now, high + held
 
     return run
