@@ -32,8 +32,8 @@ class Rival:
 
 @dataclasses.dataclass(frozen=True)
 class _Stretch:
-    """Uses of one group in a row: its bytes and tensors, the compute from there to the next one, and the most bytes alive
-    while it is held (`high`) and from then to the next one (`gap_high`)."""
+    """Uses of one group in a row: its bytes and tensors, the compute from there to the next one, and the most bytes
+    alive while it is held (`high`) and from then to the next one (`gap_high`)."""
 
     nbytes: int
     tensors: int

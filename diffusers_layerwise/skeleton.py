@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,12 +43,15 @@ def from_folder(
     index = read_index(folder)
     cls = pipeline_class(index)
     values: dict[str, Any] = {}
+    assumed = _assumed_dtype(folder, notes) if dtype is None else dtype
     for name, entry in index.items():
         if name.startswith("_") or not isinstance(entry, list):
             if not name.startswith("_"):
                 values[name] = entry
             continue
-        values[name] = None if entry[0] is None else _component(folder, name, entry, cls, device, dtype, notes)
+        values[name] = (
+            None if entry[0] is None else _component(folder, name, entry, cls, device, (dtype, assumed), notes)
+        )
     expected, optional = cls._get_signature_keys(cls)
     for name in set(expected) - set(values):
         values[name] = None
@@ -98,7 +102,13 @@ def pipeline_class(index: dict[str, Any]) -> Any:
 
 
 def _component(
-    folder: Path, name: str, entry: list[Any], cls: Any, device: FakeDevice, dtype: torch.dtype | None, notes: list[str]
+    folder: Path,
+    name: str,
+    entry: list[Any],
+    cls: Any,
+    device: FakeDevice,
+    dtypes: tuple[torch.dtype | None, torch.dtype],
+    notes: list[str],
 ) -> Any:
     kind = _component_class(entry, cls)
     place = folder / name
@@ -106,7 +116,7 @@ def _component(
         try:
             with faked(device), META:
                 module = _module(kind, place)
-            fit_dtypes(module, place, dtype)
+            fit_dtypes(module, place, *dtypes)
         except Exception as error:
             raise LayerwiseOffloadError(
                 f"{name!r} ({entry[1]}) can't be built from its config in {str(place)!r}: {type(error).__name__}: "
@@ -146,39 +156,60 @@ def _module(kind: Any, place: Path) -> nn.Module:
     return found
 
 
-def fit_dtypes(module: nn.Module, place: Path, dtype: torch.dtype | None) -> None:
-    """Gives weights and buffers the dtypes that loading would: the caller's, else the files', else the config's.
+def fit_dtypes(module: nn.Module, place: Path, dtype: torch.dtype | None, assumed: torch.dtype) -> None:
+    """Gives weights and buffers the dtypes that loading would: the caller's, else the files', else the assumed one.
 
-    Modules that a class keeps in float32 stay so under a caller's dtype.
+    Modules that a class keeps in float32 stay so, unless a file says otherwise.
     """
     dtypes = checkpoint_dtypes(place) if place.is_dir() else {}
-    kept = tuple(getattr(module, "_keep_in_fp32_modules", None) or ())
-    default = dtype or (None if dtypes else _config_dtype(place)) or DTYPE
+    default = dtype or assumed
+    kept = _kept_in_float32(module, default)
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for owner, name, tensor in held_tensors(module):
         if not tensor.is_floating_point():
             continue
         wanted = default
         if dtype is None and dtypes:
             wanted = dtype_of(name, dtypes) or default
-        elif any(part in name.split(".") for part in kept) and dtype is not torch.float32:
+        elif any(part in name.split(".") for part in kept):
             wanted = torch.float32
-        is_state = name.rpartition(".")[2] not in owner._non_persistent_buffers_set
-        if is_state and wanted.is_floating_point and wanted is not tensor.dtype:
-            _put(
-                owner,
-                name.rpartition(".")[2],
-                torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device=META),
-            )
+        short = name.rpartition(".")[2]
+        if short in owner._non_persistent_buffers_set or not wanted.is_floating_point or wanted is tensor.dtype:
+            continue
+        if id(tensor) not in made:  # tied weights stay tied
+            made[id(tensor)] = (tensor, _empty_like(tensor, wanted))
+        _put(owner, short, made[id(tensor)][1])
 
 
-def _config_dtype(place: Path) -> torch.dtype | None:
-    try:
-        config = json.loads((place / "config.json").read_text())
-    except (OSError, ValueError):
-        return None
-    name = config.get("torch_dtype") or config.get("dtype")
-    found = getattr(torch, str(name).removeprefix("torch."), None)
-    return found if isinstance(found, torch.dtype) else None
+def _kept_in_float32(module: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
+    """Names of the modules that loading in a dtype keeps in float32.
+
+    diffusers keeps them in any other dtype; transformers in float16 alone, but for those it calls strict.
+    """
+    if dtype is torch.float32:
+        return ()
+    kept = tuple(getattr(module, "_keep_in_fp32_modules", None) or ())
+    strict = tuple(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+    is_diffusers = hasattr(type(module), "load_config")
+    return (*strict, *(kept if is_diffusers or dtype is torch.float16 else ()))
+
+
+def _assumed_dtype(folder: Path, notes: list[str]) -> torch.dtype:
+    """The dtype of components without files: what most configs say, the same for all, as `torch_dtype` gives it."""
+    lacking = [p.parent for p in sorted(folder.glob("*/config.json")) if not checkpoint_dtypes(p.parent)]
+    said: Counter[torch.dtype] = Counter()
+    for place in lacking:
+        try:
+            config = json.loads((place / "config.json").read_text())
+        except ValueError:
+            continue
+        found = getattr(torch, str(config.get("torch_dtype") or config.get("dtype")).removeprefix("torch."), None)
+        said.update([found] if isinstance(found, torch.dtype) else [])
+    dtype = said.most_common(1)[0][0] if said else DTYPE
+    if lacking:
+        why = "as most configs say" if said else "since neither files nor configs say"
+        notes.append(f"weights without files are taken for {str(dtype).removeprefix('torch.')}, {why} (pass dtype)")
+    return dtype
 
 
 def held_tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
@@ -190,9 +221,15 @@ def held_tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tens
                     yield owner, f"{path}.{name}" if path else name, tensor
 
 
+def _empty_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A parameter or buffer of the same shape on meta."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=META)
+    return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+
+
 def _put(owner: nn.Module, name: str, value: torch.Tensor) -> None:
     if name in owner._parameters:
-        owner._parameters[name] = nn.Parameter(value, requires_grad=False)
+        owner._parameters[name] = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
     else:
         owner._buffers[name] = value
 
@@ -204,7 +241,7 @@ def to_meta(module: nn.Module, device: FakeDevice) -> None:
         short = name.rpartition(".")[2]
         if not tensor.is_meta:
             if id(tensor) not in made:
-                made[id(tensor)] = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+                made[id(tensor)] = _empty_like(tensor, tensor.dtype)
                 if short in owner._buffers:
                     device.twins.keep(made[id(tensor)], tensor)
             _put(owner, short, made[id(tensor)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from planning_models import MODELS, inputs_of, on_meta
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -22,17 +20,17 @@ import factory
 from diffusers_layerwise import live
 from diffusers_layerwise.errors import LayerwiseOffloadError
 from diffusers_layerwise.fake import FakeDevice, faked
-from diffusers_layerwise.headers import checkpoint_dtypes, dtype_of, read_header
 from diffusers_layerwise.hardware import PRESETS
+from diffusers_layerwise.headers import checkpoint_dtypes, dtype_of, read_header
 from diffusers_layerwise.recorder import ENTRIES, trace_module, trace_pipeline
 from diffusers_layerwise.rivals import leaf_of, streamed
 from diffusers_layerwise.selection import role
 from diffusers_layerwise.skeleton import from_pipeline
 from diffusers_layerwise.trace import Trace
+from planning_models import MODELS, inputs_of, on_meta
 
 GIB = 2**30
 PIPELINES = "flux sd15 sdxl sd3 wan wan_two_stage ltx hunyuan_video cogvideox sd15_controlnet svd ltx2".split()
-#: Pipelines whose component call keys make passes repeat; what a real run does is compared use by use.
 
 
 # ---------------------------------------------------------------------- published figures
@@ -173,10 +171,9 @@ def fused_norm(
 
 
 @pytest.fixture
-def unrounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes as they are: the simulated device's allocator doesn't round."""
     monkeypatch.setattr(live, "BLOCK", 1)
-    yield
 
 
 @pytest.mark.parametrize("name", ["flux", "sd15", "sd3", "wan", "ltx", "hunyuan_video", "cogvideox", "sdxl"])
@@ -198,3 +195,131 @@ def test_activation_peak_is_that_of_the_simulated_device(
     factory.run(name, pipe)
     print(name, part.activation_peak, max(peaks) - weights)
     assert part.activation_peak == pytest.approx(max(peaks) - weights, rel=0.02)
+
+
+# ---------------------------------------------------------------------- rules
+def test_a_trace_survives_json() -> None:
+    trace = traced("flux")
+    again = Trace.from_dict(json.loads(json.dumps(trace.to_dict())))
+    assert again == trace
+    with pytest.raises(ValueError, match="version"):
+        Trace.from_dict(trace.to_dict() | {"version": 0})
+
+
+def test_a_loaded_pipeline_is_left_as_it_was() -> None:
+    pipe = factory.CASES["flux"].build()
+    modules = factory.modules_of(pipe)
+    before = {n: [(id(p), p.device.type, p.data_ptr()) for p in m.parameters()] for n, m in modules.items()}
+    device = FakeDevice()
+    copy = from_pipeline(pipe, device)
+    assert all(p.is_meta for m in factory.modules_of(copy).values() for p in m.parameters())
+    assert {n: [(id(p), p.device.type, p.data_ptr()) for p in m.parameters()] for n, m in modules.items()} == before
+    assert all(not m._forward_pre_hooks and "forward" not in m.__dict__ for c in modules.values() for m in c.modules())
+    assert copy.scheduler is not pipe.scheduler
+
+
+def test_a_pipeline_under_layerwise_offload_is_traced_like_a_plain_one() -> None:
+    pipe = factory.CASES["flux"].build()
+    pipe.enable_layerwise_offload("all", "memory", onload_device="cpu")
+    device = FakeDevice()
+    call = {**factory.CASES["flux"].call_kwargs(), **factory.generator_kwargs(pipe)}
+    trace = trace_pipeline(from_pipeline(pipe, device), device, call, [])
+    assert [(c.name, c.flops) for c in trace.components] == [(c.name, c.flops) for c in traced("flux").components]
+    assert pipe.layerwise_offload is not None
+
+
+class Odd(nn.Module):
+    """Asks for something that shapes alone can't give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        raise RuntimeError("no such kernel")
+        return y
+
+
+def test_what_cannot_be_traced_is_said_and_not_raised() -> None:
+    with torch.device("meta"):
+        module = Odd()
+    trace = trace_module(module, lambda m: m(torch.empty(2, 8, device="meta")), "odd")
+    part = trace.component("odd")
+    assert "no such kernel" in (part.error or "")
+    assert "aten" in (part.error or "")
+    assert "no such kernel" in (trace.error or "")
+    assert part.weights == 8 * 8 * 4 + 8 * 4
+
+
+def test_small_values_are_exact_and_others_read_as_zero() -> None:
+    device = FakeDevice()
+    with faked(device):
+        steps = torch.tensor([3.0, 5.0]).to("meta")
+        mask = torch.arange(6, device="meta") % 2 == 0
+        large = torch.randn(4, 4, device="meta")
+        steps[0] += 1
+        assert steps.tolist() == [4.0, 5.0]
+        assert steps[1].item() == 5.0
+        assert mask.nonzero().flatten().tolist() == [0, 2, 4]
+        assert torch.empty(6, 2, device="meta")[mask].shape == (3, 2)
+        assert large.cpu().abs().sum() == 0
+        assert torch.tensor([steps[0], 2.0]).tolist() == [4.0, 2.0]
+        steps.copy_(large[0, :2])
+        assert steps.tolist() == [0.0, 0.0]
+    assert device.twins.of(steps) is None
+
+
+def test_live_bytes_end_with_their_tensors_and_are_rounded() -> None:
+    device = FakeDevice()
+    with faked(device):
+        a = torch.empty(100, device="meta")
+        assert device.live.now == live.BLOCK
+        b = a[:50] + 1
+        view = b.view(5, 10)
+        assert device.live.now == 2 * live.BLOCK
+        del a, b
+        assert device.live.now == live.BLOCK
+        del view
+        assert device.live.now == 0
+        assert device.live.take_high() == 2 * live.BLOCK
+        assert device.live.take_high() == 0
+
+
+def test_attention_is_one_kernel_also_inside_of_multihead_attention() -> None:
+    device = FakeDevice()
+    with torch.device("meta"):
+        module = nn.MultiheadAttention(64, 4, batch_first=True).eval()
+    with faked(device):
+        x = torch.empty(2, 128, 64, device="meta")
+        module(x, x, x, need_weights=False)
+    assert device.cost.attention == 2 * 2 * 4 * 128 * 128 * (16 + 16)
+    assert device.live.take_high() < 2 * 4 * 128 * 128 * 4 * 2
+
+
+# ---------------------------------------------------------------------- headers
+def test_headers_tell_dtypes_also_of_a_cut_file_and_of_shards(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.zeros(4, 4, dtype=torch.bfloat16)}, tmp_path / "x-00001-of-00002.safetensors")
+    save_file({"norm.weight": torch.zeros(4)}, tmp_path / "x-00002-of-00002.safetensors")
+    index = {"weight_map": {"a.weight": "x-00001-of-00002.safetensors", "norm.weight": "x-00002-of-00002.safetensors"}}
+    (tmp_path / "x.safetensors.index.json").write_text(json.dumps(index))
+    whole = (tmp_path / "x-00001-of-00002.safetensors").read_bytes()
+    (tmp_path / "x-00001-of-00002.safetensors").write_bytes(whole[: len(whole) - 32])
+    dtypes = checkpoint_dtypes(tmp_path)
+    assert dtypes == {"a.weight": torch.bfloat16, "norm.weight": torch.float32}
+    assert dtype_of("model.norm.weight", dtypes) is torch.float32
+    assert dtype_of("other.bias", {"a": torch.float16, "b": torch.float16, "c": torch.float32}) is torch.float16
+
+
+def test_what_is_no_safetensors_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"version https://git-lfs")
+    with pytest.raises(ValueError, match="safetensors header"):
+        read_header(path)
+
+
+def test_errors_of_folders_name_what_is_missing(tmp_path: Path) -> None:
+    from diffusers_layerwise.skeleton import read_index
+
+    with pytest.raises(LayerwiseOffloadError, match=r"model_index\.json"):
+        read_index(tmp_path)
