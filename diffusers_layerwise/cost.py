@@ -14,6 +14,7 @@ from .plan import Choice, ComponentSpec, OffloadPlan, UnitSpec
 from .rings import runs_of, sizes_of
 from .search import Request, make_plan, smallest_peak, steady_step
 from .simulate import simulate, timeline
+from .tensors import ALIGNMENT
 from .trace import PassTrace, Trace, TracedComponent
 
 #: A step this much longer than its compute still counts as streaming for free.
@@ -261,26 +262,33 @@ def step_seconds(problem: Problem, plan: OffloadPlan) -> tuple[float, float] | N
 def free_budget(problem: Problem, plan: OffloadPlan) -> int | None:
     """About the smallest budget at which streaming costs nothing: the largest component's steps take their compute.
 
-    Found by halving, with the plan's ring (or a common one where the plan needs none) and residents chosen by pace.
+    Found by halving, for the plan's ring and some common ones, with residents chosen by pace; a plan, which also trades
+    residents, may get there a little earlier.
     """
     main = problem.main
     if main is None or main.busy is None:
         return None
-    slot = plan.slot_bytes or max(main.largest_layer_unit, min(64 << 20, main.size // 16))
-    count = plan.slots or 4
+    usual = min(max(main.largest_layer_unit // 2, 16 << 20), 64 << 20, max(1, main.size // 8))
+    rings = {(usual, 4), (usual, 8), (main.largest_layer_unit, 4)}
+    rings |= {(plan.slot_bytes, plan.slots)} if plan.slots else set()
+    least = min(_free_weights(main, slot, count, problem.hardware) for slot, count in rings)
+    needed = least + sum(spec.fixed for spec in problem.specs) + problem.activation(main.name)
+    return min(resident_budget(problem), max(needed, smallest_budget(problem)[0]))
+
+
+def _free_weights(main: ComponentSpec, slot: int, slots: int, hardware: Hardware) -> int:
+    """The fewest bytes for a ring and residents with which a pass takes its compute."""
     runs = runs_of(main, slot)
     sizes = sizes_of(main, runs)
-    line = timeline(main, runs, problem.hardware.link)
-    count = max(count, -(-max(sizes) // slot))
-    low, high = 0, sum(sizes) + 256 * len(sizes)
-    while high - low > max(1 << 20, high // 200):
+    line = timeline(main, runs, hardware.link)
+    count = max(slots, -(-max(sizes) // slot))
+    low, high = 0, sum(sizes) + ALIGNMENT * len(sizes)
+    while high - low > max(ALIGNMENT, sum(sizes) // 256):
         middle = (low + high) // 2
         resident = place(line, sizes, middle, Placement.STALL)
-        step = simulate(line, sizes, resident, slot, count, problem.hardware.link).step
+        step = simulate(line, sizes, resident, slot, count, hardware.link).step
         low, high = (low, middle) if step <= FREE * line.compute else (middle, high)
-    fixed = sum(spec.fixed for spec in problem.specs)
-    needed = high + slot * count + fixed + problem.activation(main.name)
-    return min(resident_budget(problem), max(needed, smallest_budget(problem)[0]))
+    return high + slot * count
 
 
 def all_seconds(problem: Problem, plan: OffloadPlan) -> Mapping[str, Seconds | None]:

@@ -30,7 +30,9 @@ from diffusers_layerwise.trace import Trace
 from planning_models import MODELS, inputs_of, on_meta
 
 GIB = 2**30
-PIPELINES = "flux sd15 sdxl sd3 wan wan_two_stage ltx hunyuan_video cogvideox sd15_controlnet svd ltx2".split()
+QUICK = "flux sdxl wan_two_stage sd15_controlnet".split()
+SLOW = "sd15 sd3 wan ltx hunyuan_video cogvideox svd ltx2".split()
+PIPELINES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 
 # ---------------------------------------------------------------------- published figures
@@ -176,7 +178,7 @@ def unrounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "BLOCK", 1)
 
 
-@pytest.mark.parametrize("name", ["flux", "sd15", "sd3", "wan", "ltx", "hunyuan_video", "cogvideox", "sdxl"])
+@pytest.mark.parametrize("name", [p for p in PIPELINES if p not in ("wan_two_stage", "sd15_controlnet")])
 def test_activation_peak_is_that_of_the_simulated_device(
     name: str, sim: ModuleType, monkeypatch: pytest.MonkeyPatch, unrounded: None
 ) -> None:
