@@ -150,8 +150,12 @@ class Recorder:
 
     def _blame(self, name: str, error: Exception) -> None:
         if self.components[name].error is None:
-            what = f"{type(error).__name__}: {error}".splitlines()[0]
-            self.components[name].error = f"tracing stopped at {self.device.last}: {what}"
+            self.components[name].error = self._why(error)
+
+    def _why(self, error: Exception) -> str:
+        """The operation at which an error came, and its first line."""
+        first = next(iter(str(error).splitlines()), "")
+        return f"tracing stopped at {self.device.last}: {type(error).__name__}: {first}"
 
     # ------------------------------------------------------------------ passes and uses
     def _cut(self) -> _Part:
@@ -226,9 +230,7 @@ class Recorder:
         if self.device.guesses:
             asked = ", ".join(f"{count} of {name}" for name, count in sorted(self.device.guesses.items()))
             notes = [*notes, f"values that depend on the weights were taken for 0 ({asked})"]
-        why = None
-        if error is not None:
-            why = f"tracing stopped at {self.device.last}: {type(error).__name__}: {str(error).splitlines()[:1]}"
+        why = None if error is None else self._why(error)
         components = list(self.components.values())
         return Trace(pipeline, components, self.sequence, self.outside.cost, self.outside.high, why, notes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
@@ -127,13 +128,18 @@ def full_call(cls: Any, call: Mapping[str, Any]) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------- keys
 def _versions() -> list[str]:
+    """Whatever a trace depends on beside the configs and the call."""
+    try:
+        own = importlib.metadata.version("diffusers-layerwise")
+    except importlib.metadata.PackageNotFoundError:
+        own = ""
     try:
         import transformers
 
         other = str(transformers.__version__)
     except ImportError:
         other = ""
-    return [str(VERSION), str(torch.__version__), str(diffusers.__version__), other]
+    return [str(VERSION), own, str(torch.__version__), str(diffusers.__version__), other]
 
 
 def _folder_key(folder: Path) -> list[Any]:
