@@ -12,6 +12,7 @@ from .config import LayerwiseOffloadConfig
 from .discovery import register_layers
 from .errors import LayerwiseOffloadError
 from .handle import OffloadHandle
+from .hardware import Hardware
 from .pipeline import (
     apply_layerwise_offload,
     attach_methods,
@@ -19,18 +20,22 @@ from .pipeline import (
     enable_layerwise_offload,
 )
 from .plan import OffloadPlan
+from .predict import PredictedPlan, plan_layerwise_offload
 
 __version__ = "0.1.0"
 
 attach_methods()
 
 __all__ = [
+    "Hardware",
     "LayerwiseOffloadConfig",
     "LayerwiseOffloadError",
     "OffloadHandle",
     "OffloadPlan",
+    "PredictedPlan",
     "apply_layerwise_offload",
     "disable_layerwise_offload",
     "enable_layerwise_offload",
+    "plan_layerwise_offload",
     "register_layers",
 ]

@@ -183,7 +183,8 @@ def install(runtime: Runtime, schedule: Schedule) -> None:
     _install_units(schedule, runtime.transfer.device)
     add_hook_to_module(root, RootHook(runtime, schedule, runtime.transfer.device), append=True)
     # accelerate chains hooks in one that has no device, and diffusers asks the outermost one.
-    root._hf_hook.execution_device = runtime.transfer.device
+    outermost = root.__dict__["_hf_hook"]
+    outermost.execution_device = runtime.transfer.device
     root.forward = _guarded(root.forward, runtime, schedule)
     make_copyable(root, _is_own, runtime.reading)
     watch(root, schedule)

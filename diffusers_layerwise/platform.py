@@ -5,6 +5,8 @@ Everything else goes through `torch.accelerator`, `torch.get_device_module`, `to
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 
@@ -63,6 +65,22 @@ def set_rng_state(device: torch.device, state: torch.Tensor | None) -> None:
     if state is not None:
         module = torch.get_device_module(device)
         module.set_rng_state(state) if device.type == "mps" else module.set_rng_state(state, device)
+
+
+def device_name(device: torch.device) -> str:
+    """What a driver calls a device; its type where it says nothing."""
+    if device.type == "cpu":
+        return device.type
+    module = torch.get_device_module(device)
+    return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
+
+
+def host_memory() -> int:
+    """Bytes of the host's memory; 0 where the system doesn't say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 0
 
 
 def can_pin_in_place(device: torch.device) -> bool:

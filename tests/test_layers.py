@@ -16,7 +16,8 @@ ORDER = """
     errors device_maps config watch tensors residence reads discovery platform host plan simulate placement rings search
     transfer binding group demand measure specs order course schedule tuning passes sharing shortage locks runtime
     inputs attempt copies hooks patches moves weights_maps dispatched conflicts selection report mapping components
-    adoption members handle switches pipeline __init__
+    adoption members handle switches pipeline flops live twins fake headers standins skeleton trace recorder cache
+    tracing hardware cost predict rivals cli __init__ __main__
 """.split()
 """Each module imports only from those before it."""
 

@@ -33,8 +33,8 @@ from diffusers_layerwise.plan import Choice
 from factory import CASES
 
 NAMES = """
-    LayerwiseOffloadConfig LayerwiseOffloadError OffloadHandle OffloadPlan apply_layerwise_offload
-    disable_layerwise_offload enable_layerwise_offload register_layers
+    Hardware LayerwiseOffloadConfig LayerwiseOffloadError OffloadHandle OffloadPlan PredictedPlan
+    apply_layerwise_offload disable_layerwise_offload enable_layerwise_offload plan_layerwise_offload register_layers
 """.split()
 
 

@@ -1,0 +1,109 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import factory
+from diffusers_layerwise import cli, hardware
+from diffusers_layerwise.cli import main
+from diffusers_layerwise.hardware import PRESETS
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small pipeline without weight files."""
+    place = tmp_path_factory.mktemp("flux")
+    factory.CASES["flux"].build().save_pretrained(place)
+    for path in place.glob("**/*.safetensors"):
+        path.unlink()
+    return place
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def plan(folder: Path, *more: str) -> list[str]:
+    """The command's arguments."""
+    size = ["--height", "16", "--width", "16", "--steps", "2", "--arg", "max_sequence_length=32"]
+    return ["plan", str(folder), "--hardware", "rtx 4090", *size, *more]
+
+
+def test_plan_prints_a_table_a_chart_and_the_comparison(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(plan(folder, "--memory", "8GiB", "--compare")) == 0
+    out = capsys.readouterr().out
+    for text in ("transformer", "runs from", "budget against seconds", "###", "this plan", "sequential offload"):
+        assert text in out
+
+
+def test_plan_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(plan(folder, "--json", "--compare")) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["smallest_budget"] <= values["resident_budget"]
+    assert values["sweep"][0]["budget"] == values["smallest_budget"]
+    assert "group offload, leaf, stream" in [rival["name"] for rival in values["compare"]]
+
+
+def test_plan_draws(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(plan(folder, "--plot", str(tmp_path / "x.png"))) == 0
+    assert (tmp_path / "x.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memory", "10KiB"], "smallest budget that works"),
+        (["--memory", "lots"], "memory_budget must be bytes"),
+        (["--hardware", "RTX 4900"], "Did you mean 'RTX 4090'"),
+        (["--mode", "fast"], "mode must be one of"),
+        (["--arg", "nothing"], "--arg needs NAME=VALUE"),
+        (["--arg", "heigth=3"], "Did you mean 'height'"),
+        (["--components", "unett"], "unett"),
+    ],
+)
+def test_what_the_user_can_mend_is_a_message_and_exit_code_2(
+    folder: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(plan(folder, *arguments)) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_folder_that_is_none_and_a_bad_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(tmp_path)]) == 2
+    assert "model_index.json" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", str(tmp_path), "--height", "0"])
+    assert stopped.value.code == 2
+
+
+def test_hardware_measures_and_keeps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cli.devices, "measure", lambda device: PRESETS["L4"])
+    assert main(["hardware", "--device", "cpu"]) == 0
+    assert "kept in" in capsys.readouterr().out
+    assert hardware.load("L4") == PRESETS["L4"]
+    assert main(["hardware", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["name"] == "L4"
+
+
+def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["hardware", "--device", "nowhere"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+def test_python_m_runs_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "diffusers_layerwise", "plan", "/nowhere"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "model_index.json" in done.stderr
+    assert "Traceback" not in done.stderr
