@@ -99,7 +99,7 @@ def values(pipe: DiffusionPipeline) -> dict[str, torch.Tensor]:
 
 
 # ---------------------------------------------------------------------- another offload before ours
-@pytest.mark.parametrize("calls_before", [0, 1])
+@pytest.mark.parametrize("calls_before", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize("other", OTHERS)
 def test_another_offload_before_ours_is_replaced_for_the_selected_components_only(

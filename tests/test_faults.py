@@ -99,7 +99,7 @@ def places(streamed: Streamed) -> Iterator[tuple[str, nn.Module]]:
     for schedule in streamed.handle._runtime.schedules:
         assert schedule.choice is Choice.LAYERWISE
         for group in schedule.groups:
-            unit = next((unit for unit in group.units if unit.index in schedule.used), None)
+            unit = next((unit for unit in group.units if unit.index in schedule.order.used), None)
             if unit is not None:
                 yield f"{schedule.name}.{unit.name}", unit.triggers[0]
 

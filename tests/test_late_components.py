@@ -139,7 +139,7 @@ def nothing(_: DiffusionPipeline) -> None:
 BEFORE = {"model offload": model, "sequential offload": sequential, "leaf offload": leaf, "nothing": nothing}
 
 
-@pytest.mark.parametrize("mode", ["memory", "auto"])
+@pytest.mark.parametrize("mode", ["memory", pytest.param("auto", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("before", BEFORE)
 @pytest.mark.parametrize("event", EVENTS)
 def test_it_works_after_layerwise_has_replaced(event: str, before: str, mode: str, sim: ModuleType, cell: Cell) -> None:

@@ -32,6 +32,11 @@ MOST = 60
 NAMED = r"The device memory of sim:0 ran out (in '\w+'|outside of all components) \(not host memory\)"
 
 
+def slow(value: str) -> Any:
+    """A parameter that only the whole run takes."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 class Failures:
     """Makes `times` allocations of ours in a row fail, from the nth on; `met` says whether it came to that."""
 
@@ -147,8 +152,8 @@ def test_each_allocation_for_a_module_fails_in_turn(
 
 
 @pytest.mark.parametrize("times", [1, 4])
-@pytest.mark.parametrize("options", ["memory", "auto, half", "lasting", "all", "whole"])
-@pytest.mark.parametrize("name", ["sd15", pytest.param("wan", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", ["memory", "whole", *map(slow, ["auto, half", "lasting", "all"])])
+@pytest.mark.parametrize("name", ["sd15", slow("wan")])
 def test_each_allocation_in_a_pipeline_call_fails_in_turn(
     sim: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, options: str, times: int
 ) -> None:
@@ -250,8 +255,8 @@ def test_each_module_runs_out_of_memory_in_turn(sim: ModuleType, mode: str, shar
     pytest.fail("modules without end")
 
 
-@pytest.mark.parametrize("name", ["flux", "sd15", pytest.param("wan", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("options", ["memory", "auto, half", "all"])
+@pytest.mark.parametrize("name", ["flux", *map(slow, ["sd15", "wan"])])
+@pytest.mark.parametrize("options", ["memory", *map(slow, ["auto, half", "all"])])
 def test_a_component_of_a_pipeline_runs_out_of_memory(sim: ModuleType, name: str, options: str) -> None:
     pipe = factory.CASES[name].build()
     expected = factory.run(name, pipe)
