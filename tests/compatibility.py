@@ -23,6 +23,7 @@ TABLES = {
     "Components that arrive late": "After layerwise offload was enabled on a pipeline that had been under the offload "
     "named above. Two calls, in modes `memory` and `auto`.",
     "Moves": "`.to()` and its relatives, on a pipeline and on one component of it, before any call and after two.",
+    "Device maps": "accelerate's maps as residency plans, on two devices, the host and disk; given back afterwards.",
     "Pipelines": "`all`: every component streams, in mode `memory`. `dit`: the denoisers stream, the rest is placed on "
     "the device. Two calls with different prompts; then everything is taken off, and each weight is where it was.",
 }

@@ -22,6 +22,7 @@ from torch import nn
 import diffusers_layerwise as dl
 import factory
 import models
+from compatibility import Cell
 from diffusers_layerwise.config import LayerwiseOffloadConfig, Mode
 from diffusers_layerwise.device_maps import shortest
 from diffusers_layerwise.plan import ComponentSpec, UnitSpec, cut
@@ -108,7 +109,10 @@ maps = pytest.mark.parametrize("kind", MAPS)
 # ------------------------------------------------------------------ dispatched modules
 @maps
 @pytest.mark.parametrize("mode", ["auto", "memory"])
-def test_a_dispatched_module_runs_as_its_map_says(two: ModuleType, tmp_path: Path, kind: str, mode: str) -> None:
+def test_a_dispatched_module_runs_as_its_map_says(
+    two: ModuleType, tmp_path: Path, kind: str, mode: str, cell: Cell
+) -> None:
+    cell("Device maps", f"a module dispatched: {kind}", mode)
     make, device_map = MAPS[kind]
     x = models.numbers(3, models.WIDTH)
     expected = models.run(make(), x)
@@ -435,7 +439,8 @@ def test_a_map_is_as_short_as_possible() -> None:
 
 # ------------------------------------------------------------------ maps for modules that aren't dispatched
 @pytest.mark.parametrize("mode", ["auto", "memory", "speed", "manual"])
-def test_an_inferred_map_says_who_is_resident(two: ModuleType, mode: str) -> None:
+def test_an_inferred_map_says_who_is_resident(two: ModuleType, mode: str, cell: Cell) -> None:
+    cell("Device maps", "`infer_auto_device_map`, not dispatched", mode)
     gc.collect()
     before = two.mem(0)["allocated"]
     module, x = stack(), models.numbers(3, models.WIDTH)
@@ -522,7 +527,8 @@ def balanced(name: str, device_map: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("away", ["text_encoder", "vae"])
-def test_a_balanced_pipeline_runs_on_both_devices(two: ModuleType, away: str) -> None:
+def test_a_balanced_pipeline_runs_on_both_devices(two: ModuleType, away: str, cell: Cell) -> None:
+    cell("Device maps", "a pipeline balanced over two devices and the host", "auto")
     device_map = {"unet": 0, "vae": 0, "text_encoder": "cpu"} | {away: 1}
     if away == "text_encoder":
         device_map["vae"] = "cpu"
@@ -544,7 +550,8 @@ def test_a_balanced_pipeline_runs_on_both_devices(two: ModuleType, away: str) ->
     assert torch.equal(factory.run("sd15", pipe), expected)
 
 
-def test_a_pipeline_loaded_balanced_runs(two: ModuleType, tmp_path: Path) -> None:
+def test_a_pipeline_loaded_balanced_runs(two: ModuleType, tmp_path: Path, cell: Cell) -> None:
+    cell("Device maps", "`from_pretrained(device_map='balanced')`", "auto")
     plain = factory.CASES["sd15"].build()
     expected = factory.run("sd15", plain)
     plain.save_pretrained(tmp_path)
@@ -686,14 +693,16 @@ def test_a_bad_map_is_refused_by_name(two: ModuleType, value: object, error: typ
     refused(chain(), match, error, config={"device_map": value})
 
 
-def test_a_map_and_a_number_of_residents_contradict_each_other(two: ModuleType, tmp_path: Path) -> None:
+def test_a_map_and_a_number_of_residents_contradict_each_other(two: ModuleType, tmp_path: Path, cell: Cell) -> None:
+    cell("Device maps", "a map and `config.resident`", "auto", "refused")
     refused(chain(), "give one of them", ValueError, config={"device_map": {"": 0}, "resident": 1})
     module = dispatched(chain(), CHAIN, tmp_path)
     refused(module, "config.resident can't say it too", config={"resident": 1})
     refused(module, "config.device_map can't say it too", config={"device_map": {"": 0}})
 
 
-def test_a_module_that_is_elsewhere_as_a_whole_is_refused(two: ModuleType) -> None:
+def test_a_module_that_is_elsewhere_as_a_whole_is_refused(two: ModuleType, cell: Cell) -> None:
+    cell("Device maps", "a module wholly on another device, named", "auto", "refused")
     refused(dispatched(chain(), {"": 1}, force_hooks=True), "pass onload_device='sim:1'")
 
 
