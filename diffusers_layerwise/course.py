@@ -42,16 +42,21 @@ class Course:
             seen.add(id(group))
             self.horizon += 1
 
-    def enter(self, group: Group) -> tuple[int, list[Group]]:
-        """A group is used: goes to where it is expected, or treats it as an extra one.
+    def enter(self, group: Group) -> int:
+        """A group is used. Returns the unit uses after which it is done, or 0 when another one was expected."""
+        expected, position = self.expected, self.position
+        if position < len(expected) and expected[position][0] is group:
+            self.position = position + 1
+            return expected[position][1]
+        return 0
+
+    def diverge(self, group: Group) -> tuple[int, list[Group]]:
+        """A group is used that isn't the next one: goes to where it is expected, or treats it as an extra one.
 
         Returns:
             The number of unit uses after which it is done, and the groups that were skipped.
         """
         expected, position = self.expected, self.position
-        if position < len(expected) and expected[position][0] is group:
-            self.position = position + 1
-            return expected[position][1], []
         for later in range(position + 1, len(expected)):
             if expected[later][0] is group:
                 self.position = later + 1

@@ -77,15 +77,18 @@ class UnitHook(ModelHook):  # type: ignore[misc]
 
         Where the component wasn't entered through its forward, its inputs may still be on the host.
         """
-        self._use(self.unit)
-        return (args, kwargs) if self.schedule.has_inputs else self._moved(args, kwargs)
+        schedule = self.schedule
+        if not schedule.is_settled:
+            self._use(self.unit)
+        return (args, kwargs) if schedule.has_inputs else self._moved(args, kwargs)
 
     def _moved(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return move_inputs(args, self.execution_device), move_inputs(kwargs, self.execution_device)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Tells the schedule that the unit was used."""
-        self._done(self.unit)
+        if not self.schedule.is_settled:
+            self._done(self.unit)
         return output
 
 

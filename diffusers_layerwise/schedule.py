@@ -34,6 +34,7 @@ class Schedule:
         unselected (`bool`): The user didn't name it.
 
     Attributes:
+        is_settled (`bool`): All of it is on the device and in order: nothing has to be done for a unit.
         is_open (`bool`): Whether a pass is open: one group at most is in use, others are loading.
         has_inputs (`bool`): Whether the open pass got its inputs at the root, which has moved them to the device.
         record (`list[int]`): Unit indices used so far in the open pass, or in the last one.
@@ -59,7 +60,7 @@ class Schedule:
         self.is_closed = False
         self.is_stale = False
         self.has_inputs = False
-        self._is_settled = False
+        self.is_settled = False
         self.counters = Counters()
         self.account = Account()
         self.timer: PassTimer | None = None
@@ -212,7 +213,7 @@ class Schedule:
 
     def drop_all(self) -> None:
         """Offloads every group. Idempotent."""
-        self._is_settled = False
+        self.is_settled = False
         self._current = None
         for group in self.groups:
             group.offload(self.ring)
@@ -256,12 +257,12 @@ class Schedule:
         self._repeated.clear()
         self._course.rewind()
         # Once its order is known and all of it is on the device, there is nothing to do for a unit until it is dropped.
-        self._is_settled = (
+        self.is_settled = (
             bool(self.order.used)
             and self.timer is None
             and all(group.resident and group.state is GroupState.READY for group in self.groups)
         )
-        if self._is_settled:
+        if self.is_settled:
             return
         if self.timer is not None:
             self.timer.begin()
@@ -278,7 +279,7 @@ class Schedule:
             group.offload(None)
             group.resident = False
         self.is_open = False
-        if self._is_settled or self.record:
+        if self.is_settled or self.record:
             self.counters.passes += 1
         if self.record and self.order.learn(self.record, self.store) is Learned.ORDER:
             self._expect(self.record)
@@ -293,7 +294,7 @@ class Schedule:
     # ------------------------------------------------------------------ the hot path
     def use(self, unit: Unit) -> None:
         """Before a unit's module runs: waits (on the device) for its group, loading it now if it wasn't prefetched."""
-        if self._is_settled:
+        if self.is_settled:
             return
         if not self.is_open:
             self.has_inputs = False
@@ -312,7 +313,7 @@ class Schedule:
 
     def done(self, unit: Unit) -> None:
         """After a unit's module ran: the last one of its group frees the group's slots."""
-        if self._is_settled:
+        if self.is_settled:
             return
         if self.timer is not None:
             self.timer.end()
@@ -324,10 +325,7 @@ class Schedule:
         self._release()
         if len(self.record) == 1 and self.order.starts_another(unit.index):
             self._take_order(unit.index)
-        self._remaining, skipped = self._course.enter(group)
-        for each in skipped:
-            if not each.resident and each.state is GroupState.LOADING:
-                self._drop(each)
+        self._remaining = self._course.enter(group) or self._diverge(group)
         if group.state is GroupState.READY:
             self._current = group
             return
@@ -351,6 +349,13 @@ class Schedule:
         self.drop_prefetched()
         self.order.take(first)
         self._expect(self.order.uses)
+
+    def _diverge(self, group: Group) -> int:
+        remaining, skipped = self._course.diverge(group)
+        for each in skipped:
+            if not each.resident and each.state is GroupState.LOADING:
+                self._drop(each)
+        return remaining
 
     def _load_now(self, group: Group, index: int) -> None:
         self.counters.misses += 1

@@ -306,8 +306,9 @@ def test_a_pipeline_that_was_on_the_device_goes_back_there(sim: ModuleType, expe
     cell("Moves", "`pipe.to(device)`", "before ours", "right: goes back there")
     pipe = build().to("sim")
     ids = {key: id(p) for m in factory.modules_of(pipe).values() for key, p in m.named_parameters()}
+    held, weights = sim.mem(0)["allocated"], sum(v.nbytes for v in values(pipe).values())
     pipe.enable_layerwise_offload(mode="memory", onload_device="sim")
-    assert sim.mem(0)["allocated"] == 0
+    assert sim.mem(0)["allocated"] <= held - weights
     for _ in range(2):
         assert torch.equal(run(pipe), expected)
     pipe.disable_layerwise_offload()

@@ -171,9 +171,9 @@ MUTANTS = [
     Mutant(
         "prefetch stops at the group in use",
         "course.py",
-        "            self.position = position + 1\n            return expected[position][1], []\n",
+        "            self.position = position + 1\n            return expected[position][1]\n",
         "            self.position, self.horizon = position + 1, len(expected)\n"
-        "            return expected[position][1], []\n",
+        "            return expected[position][1]\n",
     ),
     Mutant(
         "skipped groups keep their slots",
