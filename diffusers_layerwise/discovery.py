@@ -286,7 +286,7 @@ def _read_directly(module: nn.Module) -> set[int]:
     for parent in module.modules():
         if _is_one_unit(parent):
             continue
-        for name in weights_read(type(parent)):  # type: ignore[arg-type]
+        for name in weights_read(type(parent)):
             child = parent._modules.get(name)
             stack = isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
             found.update(id(m) for m in (child.children() if stack and child is not None else [child]))

@@ -137,7 +137,9 @@ def remove_placed(module: nn.Module) -> None:
     """Undoes [`place`]. Idempotent."""
     _remove(module, lambda hook: isinstance(hook, PlacedHook))
     for part in module.modules():
-        forget_copyable(part)
+        # A newer handle may have hooks there, which copies must leave behind too.
+        if not any(_is_own(hook) for hook in hooks_of(module)):
+            forget_copyable(part)
 
 
 def _is_own(hook: object) -> bool:

@@ -335,7 +335,8 @@ class Members:
         for module in self._placed:
             hooks.remove_placed(module)
         for module in list(self._answering):
-            patches.forget_device(module)
+            if not governors([module]):
+                patches.forget_device(module)
         _living.discard(self)
         self._put_back()
         for other in sorted(_living, key=lambda m: -m.serial):

@@ -89,6 +89,17 @@ def pipeline_classes() -> list[type]:
     return classes
 
 
+def loaded_pipelines() -> list[type]:
+    """Every pipeline class there is so far."""
+    found, waiting = [], pipeline_classes()
+    while waiting:
+        kind = waiting.pop()
+        if kind not in found:
+            found.append(kind)
+            waiting += kind.__subclasses__()
+    return found
+
+
 # ---------------------------------------------------------------------- hiding
 @contextlib.contextmanager
 def hiding(modules: Iterable[nn.Module]) -> Iterator[None]:

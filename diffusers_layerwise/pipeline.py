@@ -69,7 +69,9 @@ def enable_layerwise_offload(
     before = handle_of(pipe)
     if before is not None:
         before._detach(pipe)
-    switches.wrap(type(pipe))
+    for kind in patches.loaded_pipelines():
+        # Not its own class alone: another pipeline made before may share its modules.
+        switches.wrap(kind)
     switches.wrap_models(modules_of(pipe).values())
     switches.wrap_manager()
     members.make(members.examine(explicit=True))

@@ -7,9 +7,9 @@ the child, so nothing would load it. Such children stay resident while their com
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 import textwrap
+import weakref
 from collections.abc import Iterator
 
 from torch import nn
@@ -24,13 +24,22 @@ HARMLESS |= {"element_size", "is_quantized", "layout", "is_meta", "__class__"}
 LOOKS = {"isinstance", "hasattr", "type", "id"}
 
 
-@functools.cache
+#: Weak: a class made in a function would be kept alive, and with it what its methods refer to.
+_known: weakref.WeakKeyDictionary[type[nn.Module], frozenset[str]] = weakref.WeakKeyDictionary()
+
+
 def weights_read(kind: type[nn.Module]) -> frozenset[str]:
     """Names of children whose `weight` or `bias` a class reads on its way through `forward`.
 
     Args:
         kind (`type`): A module class. Where its source can't be had, nothing is found.
     """
+    if kind not in _known:
+        _known[kind] = _weights_read(kind)
+    return _known[kind]
+
+
+def _weights_read(kind: type[nn.Module]) -> frozenset[str]:
     found: set[str] = set()
     waiting, seen = list(ENTRIES), set(ENTRIES)
     while waiting:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
@@ -374,4 +375,6 @@ def steady_step(spec: ComponentSpec, plan: OffloadPlan, link: Link) -> float:
     sizes, resident = [g.size for g in component.groups], [g.resident for g in component.groups]
     if all(resident[group] for group in line.groups):
         return line.compute
+    if not plan.slots:
+        return math.inf  # what streams was never used when the plan was made: it has no ring, and any other is better
     return simulate(line, sizes, resident, plan.slot_bytes, plan.slots, link).step

@@ -48,6 +48,10 @@ def test_save_and_load(name: str, tmp_path: Path) -> None:
     loaded = diffusers.DiffusionPipeline.from_pretrained(tmp_path)
     loaded.set_progress_bar_config(disable=True)
     assert type(loaded) is type(pipe)
+    for module in factory.modules_of(loaded).values():
+        for tensor in [*module.parameters(), *module.buffers()]:
+            # A checkpoint's memory map isn't aligned, and some CPUs' kernels round differently then.
+            tensor.data = tensor.data.clone()
     assert torch.equal(factory.run(case, loaded), factory.run(case, pipe))
 
 
