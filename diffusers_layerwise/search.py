@@ -299,14 +299,19 @@ def _component(spec: ComponentSpec, ring: RingShape, specs: Sequence[ComponentSp
             step = outcome.step
         else:
             step = simulate(line, sizes, resident, *shape, request.link).step
-    return _planned(spec, _groups(spec, runs, sizes, resident), _residency(spec, request), step)
+    groups = _groups(spec, runs, sizes, resident)
+    return _planned(spec, groups, _residency(spec, request), step, None if step is None else line.compute)
 
 
 def _planned(
-    spec: ComponentSpec, groups: tuple[GroupPlan, ...], residency: Residency, step: float | None = None
+    spec: ComponentSpec,
+    groups: tuple[GroupPlan, ...],
+    residency: Residency,
+    step: float | None = None,
+    compute: float | None = None,
 ) -> ComponentPlan:
     return ComponentPlan(
-        spec.name, spec.choice, groups, spec.fixed, spec.weights, residency, step, spec.units, spec.others
+        spec.name, spec.choice, groups, spec.fixed, spec.weights, residency, step, spec.units, spec.others, compute
     )
 
 
