@@ -182,15 +182,20 @@ def _best_ring(streamed: Sequence[ComponentSpec], specs: Sequence[ComponentSpec]
             continue
         if request.mode in (Mode.MEMORY, Mode.MANUAL):
             return ring
-        scored.append((_score(main, ring, specs, request), ring.nbytes, ring))
+        scored.append((_coarse(_score(main, ring, specs, request)), ring.nbytes, ring))
     scored.sort(key=lambda item: item[:2])
     best: tuple[float, int, RingShape] | None = None
     for score, _, ring in scored[:FINALISTS]:
         refined = _component(main, ring, specs, request).step
-        step = score if refined is None else refined
+        step = score if refined is None else _coarse(refined)
         if best is None or (step, ring.nbytes) < best[:2]:
             best = (step, ring.nbytes, ring)
     return smallest_ring(ringed) if best is None else best[2]
+
+
+def _coarse(seconds: float) -> float:
+    """Six digits: of two rings that are as fast, the rounding of sums must not choose, but their size."""
+    return float(f"{seconds:.6g}")
 
 
 def _fits(ring: RingShape, streamed: Sequence[ComponentSpec], specs: Sequence[ComponentSpec], request: Request) -> bool:
