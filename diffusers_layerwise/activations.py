@@ -38,6 +38,10 @@ class Bounds:
         """The bytes to go by: not more than what is assumed anyway, unless that is certain."""
         return max(self.lower, min(self.upper, assumed))
 
+    def with_slack(self) -> Bounds:
+        """The same with what is left free on top of what was measured."""
+        return Bounds(self.lower + self.lower // SLACK, self.upper + self.upper // SLACK)
+
 
 def bounds(peak: int, rose: bool, held: tuple[int, int], foreign: int) -> Bounds:
     """What the counters say after a pass.
@@ -118,5 +122,4 @@ class Activations:
         found = self.of(signature)
         if not found:
             return None
-        values = {name: own.value(assumed) for name, own in found.items()}
-        return Needs({name: value + value // SLACK for name, value in values.items()})
+        return Needs({name: own.with_slack().value(assumed) for name, own in found.items()})

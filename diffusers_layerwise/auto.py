@@ -14,6 +14,8 @@ from .selection import PRECEDENCE, in_group, normalise
 
 #: A step this much longer than its compute still counts as hidden behind it.
 HIDDEN = 1.01
+#: A plan that leaves less than one part in so many of the budget unused isn't made anew.
+CLOSE = 32
 OVERRIDE = 'pass memory_budget, components or another mode ("memory", "speed") to have it stream all the same'
 
 
@@ -187,6 +189,19 @@ class Needs:
     def most(self) -> int:
         """The most at any time."""
         return max([self.outside, *self.by_component.values()])
+
+    def serves(self, now: Needs, slack: int, total: int) -> bool:
+        """Whether a plan with room for these is as good for others: they fit, and leave little of the budget unused.
+
+        Args:
+            now (`Needs`): The others.
+            slack (`int`): One part in so many of them is slack, and needn't fit.
+            total (`int`): The budget.
+        """
+        mine, other = self.by_component, now.by_component
+        return mine.keys() == other.keys() and all(
+            other[n] - other[n] // slack <= mine[n] <= other[n] + total // CLOSE for n in other
+        )
 
 
 def peak_at(plan: OffloadPlan, name: str | None, need: int) -> int:

@@ -14,22 +14,25 @@ import torch
 from diffusers.utils import logging
 
 from . import auto, platform
-from .activations import Activations, Signature, bounds
+from .activations import SLACK, Activations, Signature, bounds
 from .auto import Decision, Needs
 from .clock import PassClock
-from .config import Mode
+from .config import Mode, Residency
 from .plan import ComponentSpec, OffloadPlan
 from .schedule import Schedule
-from .search import Request
+from .search import Request, steady_step
 from .selection import role
 from .shortage import Planning, Shortage
 from .terms import Terms
 from .transfer import Transfer
 
-logger = logging.get_logger(__name__)
+#: Below diffusers' own logger, so that its verbosity counts.
+logger = logging.get_logger(f"diffusers.{__name__}")
 #: Without a budget, this share of the free memory is left alone (other processes, fragmentation). When what is free has
 #: changed by more than that share, a new plan is due.
 MARGIN = 0.05
+#: A new plan must be this much faster by prediction before groups are cut anew.
+WORTHWHILE = 0.995
 
 
 class Owner(Protocol):
@@ -104,6 +107,7 @@ class Fitting:
         self._has_turned = False
         self._is_in_call = False
         self._is_whole = True
+        self._calls = 0
         self._measures = False
         self._foreign, self._peak = 0, 0
         self._open: _Open | None = None
@@ -199,18 +203,41 @@ class Fitting:
     def _refit(self) -> None:
         needs = self.activations.needs(self._expected, self._assumed())
         plan = self.owner.plan
+        total, before = self._inputs
         is_ours = self._made is None or (plan.budget, plan.reserve) == (self._made.budget, self._made.reserve)
-        if (self.total, needs) == self._inputs and is_ours:
+        serves = before is not None and needs is not None and before.serves(needs, SLACK + 1, total or 0)
+        if total == self.total and (serves or needs == before) and is_ours:
             return
         self._inputs, self._needs = (self.total, needs), needs
         made = self.planning.make()
-        if _cuts(made) == _cuts(plan):
-            self.owner.plan = made
+        if self._keeps(plan, made):
+            self._made = self.owner.plan = dataclasses.replace(plan, budget=made.budget, reserve=made.reserve)
             return
-        before = {component.name: component.groups for component in plan.components}
-        changed = [s for s in self.owner.schedules if before.get(s.name) != made.component(s.name).groups]
+        cuts = {component.name: component.groups for component in plan.components}
+        changed = [s for s in self.owner.schedules if cuts.get(s.name) != made.component(s.name).groups]
         self.planning.adopt(made, changed)
         self._log()
+
+    def _keeps(self, plan: OffloadPlan, made: OffloadPlan) -> bool:
+        """Whether the plan in force still fits, means the same, and is as fast as the new one: then nothing moves."""
+        needs = self._needs or Needs({}, plan.reserve)
+        if made.budget is not None and auto.total_peak(plan, needs)[0] > made.budget + made.reserve:
+            return False
+        if plan.mode is not made.mode or _choices(plan) != _choices(made):
+            return False
+        return self._seconds(made) >= WORTHWHILE * self._seconds(plan)
+
+    def _seconds(self, plan: OffloadPlan) -> float:
+        """Seconds of all passes so far, if they had been under a plan, and of loading residents for each call."""
+        link = self.planning.request(False).link
+        spent = 0.0
+        for schedule in self.owner.schedules:
+            part = plan.component(schedule.name)
+            if schedule.order.used:
+                spent += schedule.counters.passes * steady_step(schedule.spec(), plan, link)
+                if part.residency is Residency.USE:
+                    spent += self._calls * part.resident_bytes / link.bandwidth
+        return spent
 
     def end_call(self) -> None:
         """A call ends; everything of it is still where it was."""
@@ -221,6 +248,7 @@ class Fitting:
         if not self._is_in_call:
             return
         self._is_in_call = False
+        self._calls += 1
         if self._is_whole:
             self._expected = self._signature or ()
             if self._measures:
@@ -296,6 +324,11 @@ class Fitting:
         self._logged = _cuts(plan)
         for line in auto.describe(plan, self._needs):
             logger.info(line)
+
+
+def _choices(plan: OffloadPlan) -> list[tuple[str, object]]:
+    """What becomes of each component."""
+    return [(component.name, component.choice) for component in plan.components]
 
 
 def _cuts(plan: OffloadPlan) -> tuple[object, ...]:

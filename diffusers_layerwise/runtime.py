@@ -13,7 +13,7 @@ import torch
 from . import locks
 from .config import Mode, Residency
 from .errors import LayerwiseOffloadError
-from .fitting import Fitting
+from .fitting import WORTHWHILE, Fitting
 from .passes import PassLog
 from .plan import OffloadPlan
 from .schedule import Schedule
@@ -25,9 +25,6 @@ from .tensors import ALIGNMENT
 from .terms import Terms
 from .transfer import Ring, Transfer
 from .tuning import Tuner
-
-#: A new plan must be this much faster by prediction before groups are cut anew.
-WORTHWHILE = 0.995
 
 
 class Runtime:
