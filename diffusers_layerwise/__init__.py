@@ -21,6 +21,7 @@ from .pipeline import (
 )
 from .plan import OffloadPlan
 from .predict import PredictedPlan, plan_layerwise_offload
+from .profiles import OffloadProfile, register_profile
 
 __version__ = "0.1.0"
 
@@ -32,10 +33,12 @@ __all__ = [
     "LayerwiseOffloadError",
     "OffloadHandle",
     "OffloadPlan",
+    "OffloadProfile",
     "PredictedPlan",
     "apply_layerwise_offload",
     "disable_layerwise_offload",
     "enable_layerwise_offload",
     "plan_layerwise_offload",
     "register_layers",
+    "register_profile",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from . import auto
 from .config import LayerwiseOffloadConfig, Mode, Placement, Residency, format_bytes
 from .hardware import Hardware
 from .placement import place
@@ -86,6 +87,7 @@ class Problem:
 
     Args:
         reserve (`int`, *optional*): Bytes for activations, where the user says; else they come from the trace.
+        policy (`Policy`, *optional*): What mode `"auto"` goes by.
     """
 
     trace: Trace
@@ -94,6 +96,7 @@ class Problem:
     mode: Mode
     residency: Residency = Residency.USE
     reserve: int | None = None
+    policy: auto.Policy | None = None
 
     @property
     def together(self) -> tuple[frozenset[str], ...]:
@@ -117,6 +120,15 @@ class Problem:
         """The most bytes of activations at any time."""
         return max([self.trace.outside_peak, *(c.activation_peak for c in self.trace.components)])
 
+    @property
+    def needs(self) -> auto.Needs:
+        """What activations need, component by component."""
+        return auto.Needs({c.name: c.activation_peak for c in self.trace.components}, self.trace.outside_peak)
+
+    def plan(self, request: Request) -> OffloadPlan:
+        """The plan for a request, as the mode and the profile have it."""
+        return auto.carry_out(auto.decide(self.specs, request, self.policy), self.specs, request)
+
     def request(self, total: int | None, reserve: int, mode: Mode | None = None) -> Request:
         """The search's request."""
         shape = (self.residency, self.hardware.link, self.together)
@@ -125,19 +137,8 @@ class Problem:
 
 # ---------------------------------------------------------------------- bytes
 def total_peak(plan: OffloadPlan, problem: Problem) -> tuple[int, str]:
-    """(bytes, where): the most device memory of a call, weights and activations, and the component at which it occurs.
-
-    ring + all fixed + lasting resident groups + those in use + the activations of the component that runs.
-    """
-    lasting = sum(c.resident_bytes for c in plan.components if c.residency is Residency.LASTING)
-    always = plan.ring_bytes + sum(c.fixed_bytes for c in plan.components) + lasting
-    using = {c.name: c.resident_bytes for c in plan.components if c.residency is Residency.USE}
-    found = [(always + problem.trace.outside_peak, "the pipeline")]
-    for component in plan.components:
-        names = next((n for n in plan.together if component.name in n), frozenset([component.name]))
-        held = sum(using.get(name, 0) for name in names)
-        found.append((always + held + problem.activation(component.name), component.name))
-    return max(found)
+    """(bytes, where): the most device memory of a call, weights and activations, and the component at which it is."""
+    return auto.total_peak(plan, problem.needs)
 
 
 def smallest_budget(problem: Problem) -> tuple[int, str]:
@@ -153,9 +154,6 @@ def smallest_budget(problem: Problem) -> tuple[int, str]:
 def solve(problem: Problem, total: int | None) -> OffloadPlan:
     """The plan for a budget, with room for activations as they are traced.
 
-    A plan's reserve is one number, but components need different amounts: first that of the component that streams
-    most is tried, which leaves it the most for weights; where another one then exceeds the budget, more.
-
     Raises:
         torch.OutOfMemoryError: The budget is too small; the message says the smallest that works.
     """
@@ -165,17 +163,8 @@ def solve(problem: Problem, total: int | None) -> OffloadPlan:
     if total < least:
         raise too_small(problem, total, least, where)
     if problem.reserve is not None:
-        return make_plan(problem.specs, problem.request(total, problem.reserve))
-    main = problem.main
-    weights = smallest_peak(problem.specs, problem.residency)
-    first = problem.activation(main.name) if main is not None else problem.most_activation
-    for reserve in (first, problem.most_activation):
-        if total - reserve < weights:
-            continue
-        plan = make_plan(problem.specs, problem.request(total, reserve))
-        if total_peak(plan, problem)[0] <= total:
-            return plan
-    return make_plan(problem.specs, problem.request(total, total - weights))
+        return problem.plan(problem.request(total, problem.reserve))
+    return auto.with_room(problem.specs, problem.request(total, 0), problem.needs, problem.plan)
 
 
 def too_small(problem: Problem, total: int, least: int, where: str) -> torch.OutOfMemoryError:

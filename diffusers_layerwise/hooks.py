@@ -41,6 +41,7 @@ class RootHook(ModelHook):  # type: ignore[misc]
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Begins a pass and moves the inputs, once, here; blocks get them where they are."""
         refuse_gradients(self.schedule, args, kwargs)
+        self.runtime.fitting.see(self.schedule, (args, kwargs))
         self.runtime.begin_pass(self.schedule)
         # A VAE's `encode` and `decode` come here without their inputs, which the first unit then moves.
         self.schedule.has_inputs = bool(args or kwargs)

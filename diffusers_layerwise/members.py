@@ -17,9 +17,10 @@ from . import adoption, conflicts, dispatched, hooks, mapping, patches
 from .components import Selected, Wanted, find_wanted, may_be_module
 from .config import LayerwiseOffloadConfig, Mode
 from .plan import Choice
-from .runtime import Runtime, Terms
+from .runtime import Runtime
 from .schedule import Schedule
 from .selection import Components, select
+from .terms import Terms
 from .transfer import Transfer
 
 logger = logging.get_logger(__name__)

@@ -9,13 +9,15 @@ from diffusers import DiffusionPipeline
 from torch import nn
 
 from . import conflicts, mapping, patches, switches
+from .auto import Policy
 from .components import Wanted, checked, read_device
 from .config import LayerwiseOffloadConfig, Mode, Residency, parse_bytes, read_mode
 from .handle import HANDLE, OffloadHandle, handle_of
 from .members import Members, Selection, modules_of
 from .plan import Choice
-from .runtime import Terms
+from .profiles import find_profile
 from .selection import Components
+from .terms import Terms
 
 
 def enable_layerwise_offload(
@@ -60,7 +62,10 @@ def enable_layerwise_offload(
         raise TypeError(f"enable_layerwise_offload needs a DiffusionPipeline, got {type(pipe).__name__}.")
     chosen_mode, options = read_mode(mode), LayerwiseOffloadConfig.read(config)
     budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
-    terms = Terms(chosen_mode, budget, options.activation_reserve, options.residency or Residency.USE, True)
+    policy = None
+    if chosen_mode is Mode.AUTO:
+        policy = Policy(find_profile(pipe), budget is not None, components is not None)
+    terms = Terms(chosen_mode, budget, options.activation_reserve, options.residency or Residency.USE, True, policy)
     device = read_device(mapping.main_device(modules_of(pipe).values()) if onload_device is None else onload_device)
     members = Members(Selection(components, chosen_mode, options, device, terms))
     members.add_pipe(pipe)

@@ -117,7 +117,10 @@ class GroupPlan:
 
 @dataclasses.dataclass(frozen=True)
 class ComponentPlan:
-    """What a plan gives one component. Bytes, and in `step` the predicted seconds of a pass, if times are known."""
+    """What a plan gives one component. Bytes, and in `step` the predicted seconds of a pass, if times are known.
+
+    `compute` is what they would be without any wait.
+    """
 
     name: str
     choice: Choice
@@ -128,6 +131,7 @@ class ComponentPlan:
     step: float | None = None
     units: tuple[UnitSpec, ...] = ()
     others: tuple[tuple[str, str | None], ...] = ()
+    compute: float | None = None
 
     def places(self, device: str) -> dict[str, int | str]:
         """Each tensor, and where it is: the device's index, `"cpu"` or `"disk"` (see [`OffloadPlan.device_map`])."""
@@ -139,6 +143,17 @@ class ComponentPlan:
                 value = device_value(device) if group.resident and stays else streamed
                 found.update(dict.fromkeys(unit.tensors, value))
         return found
+
+    def layers(self) -> tuple[int, int]:
+        """(how many layers are resident as a whole, how many there are); where nothing repeats, units."""
+        repeated = any(unit.layer is not None for unit in self.units)
+        found: dict[str, bool] = {}
+        for group in self.groups:
+            for unit in self.units[group.start : group.stop]:
+                name = unit.layer if repeated else unit.name
+                if name is not None:
+                    found[name] = found.get(name, True) and group.resident
+        return sum(found.values()), len(found)
 
     @property
     def resident_bytes(self) -> int:
@@ -247,6 +262,9 @@ def _line(component: ComponentPlan) -> str:
     text = f"  {component.name}: {component.choice.value}, {format_bytes(component.weights)}"
     text += f", {len(component.groups)} groups"
     text += f", {resident} resident, {len(component.groups) - resident} streamed"
+    kept, layers = component.layers()
+    if layers and 0 < resident < len(component.groups):
+        text += f" ({kept} of {layers} layers resident)"
     return text + (f", {component.step * 1e3:.2f} ms a pass predicted" if component.step is not None else "")
 
 

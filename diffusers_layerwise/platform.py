@@ -5,9 +5,21 @@ Everything else goes through `torch.accelerator`, `torch.get_device_module`, `to
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamingDefault:
+    """Whether a platform streams when nobody says anything, and why."""
+
+    is_on: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"streaming is {'on' if self.is_on else 'off'} by default: {self.reason}"
 
 
 def default_device() -> torch.device:
@@ -42,6 +54,48 @@ def free_memory(device: torch.device) -> int | None:
     if hasattr(module, "memory_reserved") and hasattr(module, "memory_allocated"):
         free += max(0, int(module.memory_reserved(device)) - int(module.memory_allocated(device)))
     return free
+
+
+def memory_counters(device: torch.device) -> tuple[int, int] | None:
+    """(bytes of live tensors, the most since the allocator's statistics were last reset), which this never does.
+
+    None for the CPU and for backends whose allocator doesn't say.
+    """
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    if module is None:
+        return None
+    if hasattr(module, "memory_stats"):
+        # One look for both: each builds a dictionary of all statistics.
+        found = module.memory_stats(device)
+        keys = ("allocated_bytes.all.current", "allocated_bytes.all.peak")
+        if all(key in found for key in keys):
+            return int(found[keys[0]]), int(found[keys[1]])
+    if hasattr(module, "memory_allocated") and hasattr(module, "max_memory_allocated"):
+        return int(module.memory_allocated(device)), int(module.max_memory_allocated(device))
+    return None
+
+
+def streaming_default(device: torch.device) -> StreamingDefault:
+    """Whether a device streams by default in mode `"auto"`. May ask the driver: for the first use, not before."""
+    kind = device.type
+    if kind == "cpu":
+        return StreamingDefault(True, "a CPU has no limit, so everything stays resident")
+    if kind == "cuda" and torch.version.hip is not None:
+        return StreamingDefault(False, "copies that overlap with compute aren't proved on ROCm")
+    if kind == "npu":
+        return StreamingDefault(False, "copies that overlap with compute aren't proved on NPUs")
+    if kind == "mps" or _shares_memory(device):
+        return StreamingDefault(False, f"{device} shares the host's memory, so that offloading saves none")
+    if kind in ("cuda", "xpu"):
+        return StreamingDefault(True, "copies from page-locked memory overlap with compute")
+    return StreamingDefault(True, f"nothing is known against it on {kind!r} devices")
+
+
+def _shares_memory(device: torch.device) -> bool:
+    module = torch.get_device_module(device)
+    if not hasattr(module, "get_device_properties"):
+        return False
+    return bool(getattr(module.get_device_properties(device), "is_integrated", False))
 
 
 def empty_cache(device: torch.device) -> None:

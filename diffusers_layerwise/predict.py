@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline
 
+from . import auto
 from .config import LayerwiseOffloadConfig, Mode, Residency, format_bytes, parse_bytes, read_mode
 from .cost import (
     FREE,
@@ -25,7 +26,9 @@ from .cost import (
 )
 from .hardware import Hardware, resolve
 from .plan import Choice, OffloadPlan
+from .profiles import Outline, find_profile
 from .selection import Components, select
+from .skeleton import pipeline_class, read_index
 from .trace import Trace
 from .tracing import read_dtype, trace_folder, trace_loaded
 
@@ -227,15 +230,23 @@ def plan_layerwise_offload(
     budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
     notes: list[str] = []
     device = resolve(hardware, notes)
+    declared: Any = pipe_or_folder
     if isinstance(pipe_or_folder, DiffusionPipeline):
         trace = trace_loaded(pipe_or_folder, call_kwargs)
     elif isinstance(pipe_or_folder, (str, Path)):
+        index = read_index(Path(pipe_or_folder))
+        declared = Outline(pipeline_class(index), index)
         trace = trace_folder(Path(pipe_or_folder), read_dtype(dtype), call_kwargs)
     else:
         raise TypeError(
             f"plan_layerwise_offload needs a DiffusionPipeline or a folder, got {type(pipe_or_folder).__name__}."
         )
     problem = make_problem(trace, device, chosen_mode, components, options, notes)
+    if chosen_mode is Mode.AUTO:
+        found = find_profile(declared)
+        notes.append(f"profile {found}")
+        policy = auto.Policy(found, budget is not None, components is not None, free=device.memory)
+        problem = dataclasses.replace(problem, policy=policy)
     return predict(problem, int(device.memory * (1 - MARGIN)) if budget is None else budget, notes)
 
 
@@ -271,6 +282,9 @@ def predict(problem: Problem, budget: int | None, notes: Iterable[str] = ()) -> 
         torch.OutOfMemoryError: The budget is below the smallest that works.
     """
     plan = solve(problem, budget)
+    if budget is not None:
+        request = problem.request(budget, plan.reserve)
+        notes = [*notes, *auto.decide(problem.specs, request, problem.policy).notes]
     peak, where = total_peak(plan, problem)
     step = step_seconds(problem, plan)
     values = {f.name: getattr(plan, f.name) for f in dataclasses.fields(OffloadPlan)}
@@ -324,6 +338,8 @@ def _total_seconds(problem: Problem, plan: OffloadPlan) -> float:
 
 
 def _point(problem: Problem, budget: int) -> PlanPoint:
+    if problem.policy is not None:
+        problem = dataclasses.replace(problem, policy=dataclasses.replace(problem.policy, has_budget=True))
     plan = solve(problem, budget)
     step = step_seconds(problem, plan)
     total = _total_seconds(problem, plan)

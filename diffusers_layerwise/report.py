@@ -21,6 +21,7 @@ class ComponentReport:
     `peak_predicted` and `peak_seen` count what it holds itself and, if it streams, the ring that all share.
     `hits` and `misses` count uses of streamed groups that had been prefetched or had to be loaded on demand;
     `stall` is the time of one measured pass that compute waited for copies, None before it was measured.
+    `step_measured` and `activation_peak` are what `step_predicted` and the report's `activation_reserve` turned out as.
     """
 
     name: str
@@ -43,6 +44,8 @@ class ComponentReport:
     dropped: int
     stall: float | None
     step_predicted: float | None
+    step_measured: float | None
+    activation_peak: int | None
     notes: tuple[str, ...]
 
 
@@ -52,7 +55,8 @@ class Report:
 
     `peak_predicted` and `peak_seen` count weight bytes on the execution device (ring, resident groups, fixed weights)
     under the plan in force; `peak_ever` is the highest since the handle was made;
-    `moved_bytes` counts host-to-device copies of weights.
+    `moved_bytes` counts host-to-device copies of weights. `activation_reserve` is what the plan leaves to activations,
+    `profile` what mode `"auto"` goes by.
 
     Example:
         >>> print(pipe.layerwise_offload.report())
@@ -69,6 +73,8 @@ class Report:
     peak_ever: int
     moved_bytes: int
     copies: int
+    activation_reserve: int
+    profile: str | None
     components: tuple[ComponentReport, ...]
     notes: tuple[str, ...]
 
@@ -84,6 +90,7 @@ class Report:
             f"moved {format_bytes(self.moved_bytes)} in {self.copies} copies"
             + _ring(self.ring_slots, self.ring_slot_bytes),
             *_table(self.components),
+            *([f"profile: {self.profile}"] if self.profile is not None else []),
             *(f"note: {note}" for note in self.notes),
         ]
         lines += [f"note: {c.name}: {note}" for c in self.components for note in c.notes]
@@ -110,8 +117,10 @@ def make_report(runtime: Runtime, notes: list[str]) -> Report:
         transfer.peak_ever,
         transfer.moved_bytes,
         transfer.copies,
+        plan.reserve,
+        None if runtime.terms.policy is None else str(runtime.terms.policy.profile),
         components,
-        tuple(notes),
+        (*notes, *runtime.fitting.decision().notes),
     )
 
 
@@ -140,6 +149,8 @@ def _component(schedule: Schedule, plan: OffloadPlan, runtime: Runtime) -> Compo
         dropped=counters.dropped,
         stall=runtime.tuner.stall.get(schedule.name),
         step_predicted=part.step,
+        step_measured=runtime.fitting.clock.seconds(schedule.name),
+        activation_peak=runtime.fitting.need_of(schedule.name),
         notes=tuple(schedule.store.notes),
     )
 

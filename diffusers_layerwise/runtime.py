@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,43 +10,21 @@ from typing import Any
 
 import torch
 
-from . import locks, platform
+from . import locks
 from .config import Mode, Residency
 from .errors import LayerwiseOffloadError
+from .fitting import WORTHWHILE, Fitting
 from .passes import PassLog
 from .plan import OffloadPlan
 from .schedule import Schedule
-from .search import Request, make_plan, steady_step
+from .search import Request, steady_step
 from .sharing import Sharing
 from .shortage import Planning, Shortage
 from .simulate import Link
 from .tensors import ALIGNMENT
+from .terms import Terms
 from .transfer import Ring, Transfer
 from .tuning import Tuner
-
-#: A new plan must be this much faster by prediction before groups are cut anew.
-WORTHWHILE = 0.995
-#: Without a budget, this share of the free memory is left alone (other processes, fragmentation).
-MARGIN = 0.05
-
-
-@dataclasses.dataclass(frozen=True)
-class Terms:
-    """What the user asked for, and for what: a pipeline (whose calls begin and end) or a bare module.
-
-    Args:
-        mode (`Mode`): The mode.
-        budget (`int`, *optional*): All device bytes that may be used; None reads the free memory at the first pass.
-        reserve (`int`, *optional*): Bytes of the budget for activations; None takes the default.
-        residency (`Residency`): How long resident groups stay.
-        has_calls (`bool`): A pipeline: uses end with its call.
-    """
-
-    mode: Mode
-    budget: int | None
-    reserve: int | None
-    residency: Residency
-    has_calls: bool
 
 
 class Runtime:
@@ -78,10 +55,11 @@ class Runtime:
         self.tuner = Tuner(transfer)
         self._passes = PassLog()
         self._depth = 0
-        self._free: int | None = None
         self._stream: Any = None
         self.turn = locks.watch(self)
-        self.shortage = Shortage(self, Planning(self._request, self._make_plan, self._adopt))
+        planning = Planning(self._request, self._make_plan, self._adopt)
+        self.shortage = Shortage(self, planning)
+        self.fitting = Fitting(self, terms, planning)
         transfer.relieve = self.shortage.relieve
         self.plan = self.plan_for(self.schedules)
         for schedule in self.schedules:
@@ -98,7 +76,7 @@ class Runtime:
     def _request(self, strict: bool) -> Request:
         return Request(
             self.terms.mode,
-            self.terms.budget if self.terms.budget is not None else self._free,
+            self.fitting.total,
             self.terms.reserve if self.terms.has_calls else self.terms.reserve or 0,
             self.terms.residency,
             self.tuner.link or Link(),
@@ -118,7 +96,7 @@ class Runtime:
 
     def _plan(self, schedules: Sequence[Schedule], strict: bool) -> OffloadPlan:
         specs = [schedule.spec() for schedule in schedules]
-        return make_plan(specs, self.shortage.limited(self._request(strict), specs))
+        return self.fitting.plan(specs, self.shortage.limited(self._request(strict), specs))
 
     def plan_for(self, schedules: Sequence[Schedule]) -> OffloadPlan:
         """The plan for these components instead of the present ones; changes nothing.
@@ -176,6 +154,7 @@ class Runtime:
                 self.schedules.remove(schedule)
                 self._passes.forget(schedule)
                 self.tuner.forget(schedule)
+                self.fitting.forget(schedule)
                 self.sharing.forget(schedule)
             for schedule in new:
                 self._connect(schedule)
@@ -192,6 +171,7 @@ class Runtime:
         self.restructure(schedule)
         plan = self.plan_for(self.schedules)
         self.tuner.forget(schedule)
+        self.fitting.forget(schedule)
         self._adopt(plan, [schedule, *self._changed(plan, {schedule})])
         if self._depth:
             schedule.enter()
@@ -223,6 +203,7 @@ class Runtime:
         self._start()
         self._passes.start_call()
         self.sharing.start_call()
+        self.fitting.start_call()
         for schedule in self.schedules:
             if schedule.is_stale:
                 self.rebuild(schedule)
@@ -232,6 +213,7 @@ class Runtime:
         if self.is_closed or self.transfer.is_elsewhere:
             return
         self._follow_stream()
+        self.fitting.end_call()
         self._active = None
         for schedule in self.schedules:
             if self.plan.component(schedule.name).residency is Residency.USE:
@@ -247,6 +229,7 @@ class Runtime:
         if self.is_closed or self.transfer.is_elsewhere:
             return
         self._follow_stream()
+        self.fitting.recover()
         self._active = None
         for schedule in self.schedules:
             schedule.recover()
@@ -295,9 +278,8 @@ class Runtime:
         if self.transfer.pid is not None:
             self.recover()  # a forked child: another thread may have been in the middle of a call
         self.transfer.start()
+        self.fitting.start()
         if self.terms.budget is None:
-            free = platform.free_memory(self.transfer.device)
-            self._free = None if free is None else int(free * (1 - MARGIN))
             self._adopt(self.plan_for(self.schedules), self.schedules)
 
     # ------------------------------------------------------------------ passes
@@ -314,6 +296,7 @@ class Runtime:
             self.end_pass(self._active)
         self.end_pass(schedule)
         self.shortage.settle()
+        self.fitting.settle()
         self._active = schedule
         self._passes.add(schedule)
         self._learn(schedule)
@@ -322,6 +305,7 @@ class Runtime:
         self.shortage.within_less(lambda: self._take_memory(schedule))
         self.tuner.start(schedule)
         schedule.begin_pass()
+        self.fitting.begin_pass(schedule)
 
     def _take_memory(self, schedule: Schedule) -> None:
         schedule.enter()
@@ -331,6 +315,7 @@ class Runtime:
     def end_pass(self, schedule: Schedule) -> None:
         """A component's root is left. Idempotent."""
         if schedule.is_open:
+            self.fitting.end_pass(schedule)
             schedule.end_pass()
             self.tuner.end(schedule)
             self._hand_over(schedule)
@@ -369,7 +354,7 @@ class Runtime:
 
     def _better_plan(self, schedule: Schedule) -> OffloadPlan | None:
         """The plan with a component's new times, where it is enough faster than the one in force."""
-        if not self.plan.component(schedule.name).largest_streamed or self.terms.mode not in (Mode.AUTO, Mode.SPEED):
+        if not self.plan.component(schedule.name).largest_streamed or self.plan.mode not in (Mode.AUTO, Mode.SPEED):
             return None
         spec, link = schedule.spec(), self.tuner.link or Link()
         new = self._make_plan()
@@ -389,7 +374,7 @@ class Runtime:
 
     def _may_keep(self, count: int) -> bool:
         """Whether a group that repeats within a pass may stay on the device: the budget has room for it."""
-        if self.terms.mode not in (Mode.AUTO, Mode.SPEED):
+        if self.plan.mode not in (Mode.AUTO, Mode.SPEED):
             return False
         budget = self.plan.budget
         return budget is None or self.transfer.held_bytes + count + ALIGNMENT <= budget

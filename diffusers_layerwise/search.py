@@ -183,15 +183,20 @@ def _best_ring(streamed: Sequence[ComponentSpec], specs: Sequence[ComponentSpec]
             continue
         if request.mode in (Mode.MEMORY, Mode.MANUAL):
             return ring
-        scored.append((_score(main, ring, specs, request), ring.nbytes, ring))
+        scored.append((_coarse(_score(main, ring, specs, request)), ring.nbytes, ring))
     scored.sort(key=lambda item: item[:2])
     best: tuple[float, int, RingShape] | None = None
     for score, _, ring in scored[:FINALISTS]:
         refined = _component(main, ring, specs, request).step
-        step = score if refined is None else refined
+        step = score if refined is None else _coarse(refined)
         if best is None or (step, ring.nbytes) < best[:2]:
             best = (step, ring.nbytes, ring)
     return smallest_ring(ringed) if best is None else best[2]
+
+
+def _coarse(seconds: float) -> float:
+    """Six digits: of two rings that are as fast, the rounding of sums must not choose, but their size."""
+    return float(f"{seconds:.6g}")
 
 
 def _fits(ring: RingShape, streamed: Sequence[ComponentSpec], specs: Sequence[ComponentSpec], request: Request) -> bool:
@@ -300,14 +305,19 @@ def _component(spec: ComponentSpec, ring: RingShape, specs: Sequence[ComponentSp
             step = outcome.step
         else:
             step = simulate(line, sizes, resident, *shape, request.link).step
-    return _planned(spec, _groups(spec, runs, sizes, resident), _residency(spec, request), step)
+    groups = _groups(spec, runs, sizes, resident)
+    return _planned(spec, groups, _residency(spec, request), step, None if step is None else line.compute)
 
 
 def _planned(
-    spec: ComponentSpec, groups: tuple[GroupPlan, ...], residency: Residency, step: float | None = None
+    spec: ComponentSpec,
+    groups: tuple[GroupPlan, ...],
+    residency: Residency,
+    step: float | None = None,
+    compute: float | None = None,
 ) -> ComponentPlan:
     return ComponentPlan(
-        spec.name, spec.choice, groups, spec.fixed, spec.weights, residency, step, spec.units, spec.others
+        spec.name, spec.choice, groups, spec.fixed, spec.weights, residency, step, spec.units, spec.others, compute
     )
 
 

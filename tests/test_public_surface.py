@@ -23,18 +23,21 @@ from diffusers_layerwise import (
     LayerwiseOffloadError,
     OffloadHandle,
     OffloadPlan,
+    OffloadProfile,
     apply_layerwise_offload,
     disable_layerwise_offload,
     enable_layerwise_offload,
     register_layers,
+    register_profile,
 )
 from diffusers_layerwise.config import Mode
 from diffusers_layerwise.plan import Choice
 from factory import CASES
 
 NAMES = """
-    Hardware LayerwiseOffloadConfig LayerwiseOffloadError OffloadHandle OffloadPlan PredictedPlan
+    Hardware LayerwiseOffloadConfig LayerwiseOffloadError OffloadHandle OffloadPlan OffloadProfile PredictedPlan
     apply_layerwise_offload disable_layerwise_offload enable_layerwise_offload plan_layerwise_offload register_layers
+    register_profile
 """.split()
 
 
@@ -70,6 +73,7 @@ def test_every_public_name_says_what_it_is_for(name: str) -> None:
             "(module, mode='auto', *, onload_device=None, memory_budget=None, config=None)",
         ),
         (register_layers, "(module_class, names)"),
+        (register_profile, "(pipeline_class, profile)"),
         (OffloadHandle.report, "(self)"),
         (OffloadHandle.release, "(self)"),
         (OffloadHandle.remove, "(self)"),
@@ -124,6 +128,18 @@ def test_config_fields_and_defaults() -> None:
         "host": None,
         "activation_reserve": None,
         "device_map": None,
+    }
+
+
+def test_profile_fields_and_defaults() -> None:
+    fields = {f.name: f.default for f in dataclasses.fields(OffloadProfile)}
+    assert fields == {
+        "layerwise_modes": ("auto", "memory"),
+        "prefetch": None,
+        "keep_resident_min_free_gib": 45.0,
+        "keep_resident_components": (),
+        "reason": "",
+        "source": "",
     }
 
 
