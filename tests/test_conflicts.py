@@ -216,7 +216,9 @@ def test_a_bare_module_is_taken_from_another_offload(other: str, sim: ModuleType
 
 
 # ---------------------------------------------------------------------- twice, and undone
-@pytest.mark.parametrize("second", SELECTIONS)
+@pytest.mark.parametrize(
+    "second", [*SELECTIONS[:2], *(pytest.param(s, marks=pytest.mark.slow) for s in SELECTIONS[2:])]
+)
 @pytest.mark.parametrize("first", SELECTIONS)
 def test_enabling_twice_replaces_the_first_call(
     first: Any, second: Any, sim: ModuleType, expected: torch.Tensor, cell: Cell
@@ -280,7 +282,7 @@ HARMLESS: dict[str, Switch] = {
 }
 
 
-@pytest.mark.parametrize("order", ["before", "after", "after two calls"])
+@pytest.mark.parametrize("order", ["before", pytest.param("after", marks=pytest.mark.slow), "after two calls"])
 @pytest.mark.parametrize("switch", HARMLESS)
 def test_a_switch_that_is_no_offload_works_in_both_orders(switch: str, order: str, sim: ModuleType, cell: Cell) -> None:
     cell(TABLE, f"`{switch}()`", "before ours" if order == "before" else "after ours")
@@ -380,7 +382,7 @@ OWN_MOVES: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.parametrize("calls", [0, 2])
+@pytest.mark.parametrize("calls", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", ["transformer", "text_encoder_2", "vae"])
 @pytest.mark.parametrize("move", OWN_MOVES)
 def test_a_components_own_moves_have_defined_results(
