@@ -15,8 +15,10 @@ from .schedule import Schedule
 from .transfer import Transfer, plain_tensors
 
 logger = logging.get_logger(__name__)
-#: The device that each tensor came from, by its id; none for those that were on the host.
+#: The device that each tensor came from, by its id; none for those that were on the host. `ALL` stands for the whole
+#: component, where all of it was on one device: what is put in later goes there too.
 Homes = dict[int, torch.device]
+ALL = 0
 
 
 def make_schedule(item: Wanted, transfer: Transfer) -> Schedule:
@@ -36,6 +38,8 @@ def bring_to_host(item: Wanted, device: torch.device, crossing: bool) -> tuple[W
         dispatched.take(item.component.module, device, crossing)
     item = renewed(item, device)
     homes = to_host(item.component)
+    if homes and len({*homes.values()}) == 1 and all(id(e.tensor) in homes for e in item.component.entries()):
+        homes[ALL] = next(iter(homes.values()))
     # Host copies of what was on a device are new memory: look again.
     return renewed(item, device) if homes else item, homes
 
@@ -62,6 +66,7 @@ def let_go(runtime: Runtime, schedule: Schedule) -> None:
     """Takes our hooks off a component and makes its host copy ordinary memory."""
     with runtime.lock:
         runtime.recover()
+        schedule.is_closed = True  # from here on nothing is packed
         schedule.leave()
     module = schedule.component.module
     if not any(isinstance(hook, hooks.RootHook) for hook in hooks.hooks_of(module)):
@@ -86,7 +91,7 @@ def send_home(schedule: Schedule, homes: Homes, notes: list[str]) -> None:
 def _to_devices(schedule: Schedule, homes: Homes, notes: list[str]) -> None:
     with plain_tensors():
         for entry in schedule.component.entries():
-            device = homes.get(id(entry.tensor))
+            device = homes.get(id(entry.tensor), homes.get(ALL))
             if device is None:
                 continue
             try:

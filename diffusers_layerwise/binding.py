@@ -157,6 +157,16 @@ class Binding:
         if rebind:
             self.refresh()
 
+    def _move_out(self, unit: Unit) -> None:
+        """The unit's packed memory is given up: what wasn't changed of it gets memory of its own."""
+        if self.store.place(unit) is None:
+            return
+        for extent in unit.extents:
+            # Views of one range keep what they share, and with it the chunk.
+            for entry in extent.entries if len(extent.entries) == 1 else []:
+                if _unchanged(entry):
+                    entry.tensor.data = _copied(entry.host)
+
     def refresh(self, everything: bool = False) -> None:
         """Reads the module's tensors anew: new objects, new memory. They must be off the device.
 
@@ -169,10 +179,16 @@ class Binding:
             if not changed and not everything:
                 continue
             if changed:
+                self._move_out(unit)
                 self.store.forget(unit)
             kept = [fresh for entry in entries if (fresh := _reread(entry)) is not None]
             unit.extents = collect_extents(kept)
         self.bind()
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    with plain_tensors():
+        return tensor.clone(memory_format=torch.preserve_format)
 
 
 def _unchanged(entry: Entry) -> bool:

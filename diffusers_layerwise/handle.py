@@ -92,12 +92,23 @@ class OffloadHandle:
         pipe.__dict__[HANDLE] = self
 
     def _detach(self, pipe: Any) -> None:
-        """One of several pipelines goes its own way; what only it has becomes ordinary. With the last one, all does."""
-        if len(self._members.pipes) == 1:
+        """A pipeline leaves: what only it has becomes ordinary. With the one that was enabled, all does."""
+        if len(self._followers(pipe)) == len(self._members.pipes):
             self.remove()
             return
         pipe.__dict__.pop(HANDLE, None)
         self._members.drop_pipe(pipe)
+
+    def _followers(self, pipe: Any) -> list[Any]:
+        """The pipelines that go where this one goes: all, if it is the one that was enabled, else itself."""
+        pipes = self._members.pipes
+        return pipes if pipes and pipes[0] is pipe else [pipe]
+
+    def _revive(self, pipes: list[Any]) -> None:
+        """Governs again what it did before it was removed or a pipeline left."""
+        self._members.revive(pipes)
+        for pipe in pipes:
+            self._attach(pipe)
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
         """A copy of a pipeline is an ordinary pipeline, without a handle."""

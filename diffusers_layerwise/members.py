@@ -48,11 +48,12 @@ class Change:
     gone: list[Schedule]
     placed: dict[str, nn.Module]
     notes: list[str]
+    unplaced: list[nn.Module] = dataclasses.field(default_factory=list)
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.new or self.gone or self.placed)
+        return not (self.new or self.gone or self.placed or self.unplaced)
 
 
 def slots_of(pipe: Any) -> dict[str, Any]:
@@ -128,9 +129,13 @@ class Members:
         if not any(other is pipe for other in self.pipes):
             self._pipes.append(weakref.ref(pipe))
 
+    def forget_pipe(self, pipe: Any) -> None:
+        """Undoes [`add_pipe`]; nothing of it has been taken in. Idempotent."""
+        self._pipes = [ref for ref in self._pipes if ref() is not None and ref() is not pipe]
+
     def drop_pipe(self, pipe: Any) -> None:
         """Lets a pipeline go, and the components that only it has."""
-        self._pipes = [ref for ref in self._pipes if ref() is not None and ref() is not pipe]
+        self.forget_pipe(pipe)
         self.make(self.examine())
         for module in modules_of(pipe).values():
             if not governors([module]):
@@ -150,9 +155,18 @@ class Members:
                 if id(module) in found:
                     continue
                 if taken.setdefault(name, id(module)) != id(module) and self._holds(taken[name], pipe):
-                    name = f"{name} of {type(pipe).__name__}"
+                    name = self._unique(f"{name} of {type(pipe).__name__}", taken, id(module))
                 found[id(module)] = (name, module, pipe)
         return found
+
+    @staticmethod
+    def _unique(name: str, taken: dict[str, int], module_id: int) -> str:
+        """A name that no other module has; the same one every time."""
+        for number in itertools.count(2):
+            if taken.setdefault(name, module_id) == module_id:
+                break
+            name = f"{name.partition(' #')[0]} #{number}"
+        return name
 
     def _holds(self, module_id: int, pipe: Any) -> bool:
         """Whether another pipeline than this one holds a module, so that its name is taken."""
@@ -192,16 +206,19 @@ class Members:
         select_ = self.selection
         new = find_wanted(fresh, chosen, select_.options, select_.device, notes, on_meta, only_loaded)
         placed = {n: m for n, m in fresh.items() if n in chosen and chosen[n][0] is Choice.SKIP}
+        unplaced = [module for module in self._placed if id(module) not in slots]
         if new or gone:
             kept = [s for s in self.runtime.schedules if s not in gone]
             self.runtime.plan_for([*kept, *(self._schedule(item) for item in new)])
-        return Change(new, gone, placed, notes)
+        return Change(new, gone, placed, notes, unplaced)
 
     def _chosen(self, slots: dict[int, tuple[str, nn.Module, Any]]) -> Selected:
         """The user's selection, for names of all our pipelines; several pipelines may use one name."""
         names: dict[str, Any] = {}
         for pipe in self.pipes:
-            names |= {n: v for n, v in slots_of(pipe).items() if may_be_module(n, v)}
+            # Also what a pipeline that is still being made will have.
+            slots_now = dict.fromkeys(names_of(pipe)) | slots_of(pipe)
+            names |= {n: v for n, v in slots_now.items() if may_be_module(n, v)}
         names |= {name.partition(" of ")[0]: module for name, module, _ in slots.values()}
         chosen = select(self.selection.components, names, self.selection.mode, self.selection.options)
         bases = {name: name.partition(" of ")[0] for name, _, _ in slots.values()}
@@ -233,6 +250,8 @@ class Members:
             self._answer(schedule.component.module)
         for name, module in change.placed.items():
             self._place(name, module)
+        for module in change.unplaced:
+            self._unplace(module)
         self._rechain()
 
     def _place(self, name: str, module: nn.Module) -> None:
@@ -245,9 +264,15 @@ class Members:
         self._answer(module)
         self.notes.append(f"{name}: skipped as asked; its weights stay where they are")
 
+    def _unplace(self, module: nn.Module) -> None:
+        self._placed = [other for other in self._placed if other is not module]
+        hooks.remove_placed(module)
+        if not governors([module]):
+            patches.forget_device(module)
+
     def reconcile(self) -> None:
         """Takes in what our pipelines hold now and nobody governs; what can't be is noted. Idempotent."""
-        if self.is_removed:
+        if self.is_removed or not (self.pipes or self._bare):
             return
         try:
             self.make(self.examine())
@@ -265,12 +290,16 @@ class Members:
         taken = conflicts.take_off(module)
         if taken is not None:
             self._taken.append(taken)
+        inherited: adoption.Homes = {}
         for other in {*governors(module.modules()).values()}:
-            other.give_up(module)
+            inherited |= other.give_up(module)
         if item.residence is not None and item.choice is Choice.LAYERWISE:
             self.notes.append(mapping.describe(item.component, item.residence))
         others = [m for pipe in self.pipes for m in modules_of(pipe).values()]
-        return adoption.bring_to_host(item, self.selection.device, mapping.crosses(others, self.selection.device))
+        item, homes = adoption.bring_to_host(
+            item, self.selection.device, mapping.crosses(others, self.selection.device)
+        )
+        return item, inherited | homes
 
     def _schedule(self, item: Wanted) -> Schedule:
         return adoption.make_schedule(item, self.runtime.transfer)
@@ -309,8 +338,12 @@ class Members:
         gone = [s for s in self.runtime.schedules if s.unselected and id(s.component.module) in modules]
         self.make(Change([], gone, {}, [f"{s.name}: left to model offload" for s in gone]))
 
-    def give_up(self, module: nn.Module) -> None:
-        """A newer handle takes a module, or what contains it: our hooks come off, its weights stay on the host."""
+    def give_up(self, module: nn.Module) -> adoption.Homes:
+        """A newer handle takes a module, or what contains it: our hooks come off, its weights stay on the host.
+
+        Returns:
+            Where its weights came from.
+        """
         inside = {id(part) for part in module.modules()}
         gone = [s for s in self.runtime.schedules if id(s.component.module) in inside]
         for schedule in gone:
@@ -318,10 +351,12 @@ class Members:
             self.notes.append(f"{schedule.name}: taken over by a newer call of layerwise offload")
         kept = [s for s in self.runtime.schedules if s not in gone]
         self.runtime.change([], gone, self.runtime.plan_for(kept))
+        homes: adoption.Homes = {}
         for schedule in gone:
-            self._homes.pop(schedule, None)
+            homes |= self._homes.pop(schedule, {})
             dispatched.give_back(schedule.component.module)
             schedule.close()
+        return homes
 
     def remove(self) -> None:
         """Makes everything ordinary again, and lets older handles take over what is theirs. Idempotent."""
@@ -333,8 +368,8 @@ class Members:
             adoption.let_go(self.runtime, schedule)
             adoption.send_home(schedule, self._homes.pop(schedule, {}), self.notes)
         self.runtime.close()
-        for module in self._placed:
-            hooks.remove_placed(module)
+        for module in list(self._placed):
+            self._unplace(module)
         for module in list(self._answering):
             if not governors([module]):
                 patches.forget_device(module)
@@ -342,6 +377,15 @@ class Members:
         self._put_back()
         for other in sorted(_living, key=lambda m: -m.serial):
             other.reconcile()
+
+    def revive(self, pipes: list[Any]) -> None:
+        """Takes in again what these pipelines hold, after [`remove`] or [`drop_pipe`]."""
+        if self.is_removed:
+            self.is_removed = False
+            self.runtime = self._new_runtime()
+        for pipe in pipes:
+            self.add_pipe(pipe)
+        self.make(self.examine())
 
     def _put_back(self) -> None:
         """A pipeline of which a part stays under another offload gets that offload back as a whole."""

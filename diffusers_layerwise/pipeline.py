@@ -68,10 +68,12 @@ def enable_layerwise_offload(
     terms = Terms(chosen_mode, budget, options.activation_reserve, options.residency or Residency.USE, True, policy)
     device = read_device(mapping.main_device(modules_of(pipe).values()) if onload_device is None else onload_device)
     members = Members(Selection(components, chosen_mode, options, device, terms))
-    members.add_pipe(pipe)
+    before = handle_of(pipe)
+    pipes = [pipe] if before is None else before._followers(pipe)
+    for each in pipes:
+        members.add_pipe(each)
     members.examine(explicit=True)
     # All checks have passed: from here on things change.
-    before = handle_of(pipe)
     if before is not None:
         before._detach(pipe)
     for kind in patches.loaded_pipelines():
@@ -79,9 +81,16 @@ def enable_layerwise_offload(
         switches.wrap(kind)
     switches.wrap_models(modules_of(pipe).values())
     switches.wrap_manager()
-    members.make(members.examine(explicit=True))
+    try:
+        members.make(members.examine(explicit=True))
+    except BaseException:
+        # Seen only with the weights back where they came from: as if nothing had been called.
+        if before is not None:
+            before._revive(pipes)
+        raise
     handle = members.handle = OffloadHandle(members)
-    handle._attach(pipe)
+    for each in pipes:
+        handle._attach(each)
     return handle
 
 
@@ -139,11 +148,7 @@ def disable_layerwise_offload(pipe: DiffusionPipeline) -> None:
     if not isinstance(pipe, tuple(patches.pipeline_classes())):
         raise TypeError(f"disable_layerwise_offload needs a DiffusionPipeline, got {type(pipe).__name__}.")
     handle = handle_of(pipe)
-    if handle is None:
-        return
-    if handle._members.pipes[0] is pipe:
-        handle.remove()
-    else:
+    if handle is not None:
         handle._detach(pipe)
 
 

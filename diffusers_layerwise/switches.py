@@ -70,9 +70,15 @@ def _join(pipe: Any, module: nn.Module) -> None:
     members = governors([module]).get(id(module))
     if members is None or not members.selection.terms.has_calls or not isinstance(members.handle, OffloadHandle):
         return
+    members.add_pipe(pipe)
+    try:
+        change = members.examine()
+    except BaseException:
+        members.forget_pipe(pipe)
+        raise
     members.handle._attach(pipe)
     wrap(type(pipe))
-    members.make(members.examine())
+    members.make(change)
     wrap_models(modules_of(pipe).values())
 
 
@@ -126,10 +132,9 @@ def _words(value: Any) -> Iterable[str]:
 
 def take_all_off(original: Original, pipe: Any, *args: Any, **kwargs: Any) -> Any:
     """`remove_all_hooks()` and `reset_device_map()`: ours are hooks too, so layerwise offload ends in good order."""
-    if not patches.is_hiding():
-        for members in {*governors(governed(pipe).values()).values()}:
-            if isinstance(members.handle, OffloadHandle):
-                members.handle.remove()
+    while not patches.is_hiding() and (found := governors(governed(pipe).values())):
+        # The newest first; an older handle then takes over, and is next.
+        max(found.values(), key=lambda members: members.serial).handle.remove()
     return original(*args, **kwargs)
 
 
