@@ -20,7 +20,11 @@ from diffusers_layerwise import LayerwiseOffloadError, conflicts
 
 CASE = "flux"
 #: What the user may select; the rest keeps what it had, or is placed.
-SELECTIONS: list[Any] = ["all", ["transformer"], ["default"], ["=text_encoder_2"]]
+SELECTIONS: list[Any] = [
+    "all",
+    ["transformer"],
+    *(pytest.param(s, marks=pytest.mark.slow) for s in (["default"], ["=text_encoder_2"])),
+]
 
 
 def build() -> DiffusionPipeline:
@@ -216,9 +220,7 @@ def test_a_bare_module_is_taken_from_another_offload(other: str, sim: ModuleType
 
 
 # ---------------------------------------------------------------------- twice, and undone
-@pytest.mark.parametrize(
-    "second", [*SELECTIONS[:2], *(pytest.param(s, marks=pytest.mark.slow) for s in SELECTIONS[2:])]
-)
+@pytest.mark.parametrize("second", SELECTIONS)
 @pytest.mark.parametrize("first", SELECTIONS)
 def test_enabling_twice_replaces_the_first_call(
     first: Any, second: Any, sim: ModuleType, expected: torch.Tensor, cell: Cell

@@ -27,6 +27,9 @@ from diffusers_layerwise.shortage import smaller_limit
 from diffusers_layerwise.transfer import Transfer
 from models import make, numbers, run, stream
 
+#: They count the device's bytes, which earlier tests in the same process may still hold: run by themselves.
+pytestmark = pytest.mark.slow
+
 MOST = 60
 """More allocations than any call here makes."""
 NAMED = r"The device memory of sim:0 ran out (in '\w+'|outside of all components) \(not host memory\)"
