@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from diffusers.utils import logging
 
-from . import dispatched, hooks, mapping, patches
+from . import dispatched, hooks, mapping, patches, reader
 from .components import Wanted, renewed, to_host
 from .config import HostTier
 from .host import HostStore
@@ -22,7 +22,9 @@ Homes = dict[int, torch.device]
 def make_schedule(item: Wanted, transfer: Transfer) -> Schedule:
     """A schedule for a component. Touches nothing."""
     default = HostTier.PINNED if transfer.is_async else HostTier.PAGEABLE
-    store = HostStore(transfer.device, item.config.host or default)
+    asked = item.config.host
+    # What is read from files gets its tier once it was found there.
+    store = HostStore(transfer.device, asked if asked is not None and asked.takes_memory else default)
     return Schedule(item.component, store, transfer, item.choice, item.config, item.unselected)
 
 
@@ -72,6 +74,7 @@ def let_go(runtime: Runtime, schedule: Schedule) -> None:
     patches.forget_device(module)
     schedule.renew()
     schedule.store.release()
+    reader.release(schedule.store)
 
 
 def send_home(schedule: Schedule, homes: Homes, notes: list[str]) -> None:
