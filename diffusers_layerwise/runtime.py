@@ -72,6 +72,7 @@ class Runtime:
         self.is_closed = False
         self.owner: object = None
         self.restructure: Callable[[Schedule], None] = lambda _: None
+        self.host_limit: Callable[[], int | None] = lambda: None
         self._is_torn = False
         self.sharing = Sharing(self)
         self._active: Schedule | None = None
@@ -296,7 +297,7 @@ class Runtime:
             self.recover()  # a forked child: another thread may have been in the middle of a call
         self.transfer.start()
         if self.terms.budget is None:
-            free = platform.free_memory(self.transfer.device)
+            free = platform.free_memory(self.transfer.device) if self.transfer.is_async else self.host_limit()
             self._free = None if free is None else int(free * (1 - MARGIN))
             self._adopt(self.plan_for(self.schedules), self.schedules)
 
