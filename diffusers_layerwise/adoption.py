@@ -12,6 +12,7 @@ from .host import HostStore
 from .moves import guard_moves, release_moves
 from .runtime import Runtime
 from .schedule import Schedule
+from .tiers import held
 from .transfer import Transfer, plain_tensors
 
 logger = logging.get_logger(__name__)
@@ -73,6 +74,7 @@ def let_go(runtime: Runtime, schedule: Schedule) -> None:
     release_moves(module)
     patches.forget_device(module)
     schedule.renew()
+    schedule.store.held_at_end = held(schedule)
     schedule.store.release()
     reader.release(schedule.store)
 

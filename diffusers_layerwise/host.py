@@ -76,6 +76,7 @@ class HostStore:
     Attributes:
         table (`SourceTable`, *optional*): Which memory is a view of which file, where any is read from there.
         tiers (`dict[Unit, HostTier]`): Units whose tier is another one than the component's.
+        held_at_end (`dict[str, int]`, *optional*): Bytes by tier when the component was let go, for the report.
         settle (`Callable`): Decides the tiers anew, once the order is known in which units are packed.
     """
 
@@ -85,6 +86,7 @@ class HostStore:
         self.table: SourceTable | None = None
         self.tiers: dict[Unit, HostTier] = {}
         self.settle: Callable[[], None] = lambda: None
+        self.held_at_end: dict[str, int] | None = None
         self._read_before = 0
         self.notes: list[str] = []
         self.was_interrupted = False

@@ -82,7 +82,7 @@ class HostMemory:
     def open(self, schedule: Schedule) -> None:
         """Finds a component's weights in their files where its config asks for that; everything must be offloaded."""
         tier = schedule.config.host
-        if tier is None or tier.takes_memory:
+        if tier is None or tier.takes_memory or schedule.store.table is not None:
             return
         if tier is HostTier.FILE and not can_tell_edits():
             schedule.store.notes.append("read through the memory map, since this system doesn't tell what was edited")
@@ -184,7 +184,9 @@ def main_tier(schedule: Schedule) -> str:
 
 
 def held(schedule: Schedule) -> dict[str, int]:
-    """Bytes of a component's host copy by tier, as they lie now; aligned."""
+    """Bytes of a component's host copy by tier, as they lie now, or when it was let go; aligned."""
+    if schedule.store.held_at_end is not None:
+        return schedule.store.held_at_end
     count: Counter[str] = Counter()
     for unit in schedule.units_and_fixed():
         place = schedule.store.place(unit)

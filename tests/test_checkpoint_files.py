@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import models
-from diffusers_layerwise import LayerwiseOffloadError, apply_layerwise_offload, checkpoints, files
+from diffusers_layerwise import LayerwiseOffloadError, apply_layerwise_offload, checkpoints, files, reader, tiers
 from diffusers_layerwise.discovery import discover
+from factory import CASES
 from models import numbers, run, tokens
 
 linux_only = pytest.mark.skipif(not files.can_tell_edits(), reason="this system doesn't tell what was edited")
@@ -315,3 +316,30 @@ def test_a_removed_folder_and_a_replaced_file_are_still_read(device: str, tmp_pa
     assert torch.equal(run(module, x()), expected)
     shutil.rmtree(tmp_path / "a")
     assert torch.equal(run(module, x()), expected)
+
+
+@pytest.mark.parametrize("host", ["file", "mapped", None])
+def test_a_pipeline_that_was_loaded_from_a_folder_streams_from_it(
+    device: str, host: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from factory import run as call
+
+    CASES["flux"].build().save_pretrained(tmp_path)
+    pipe = type(CASES["flux"].build()).from_pretrained(tmp_path)
+    plain = type(pipe).from_pretrained(tmp_path)
+    expected = call("flux", plain)
+    options: dict[str, object] = {"host": host} if host else {"host_memory_budget": 200_000}
+    monkeypatch.setattr(tiers.HostMemory, "_staging", lambda *_: 0)
+    handle = pipe.enable_layerwise_offload(None, "memory", onload_device=device, config=options)
+    for _ in range(3):
+        assert torch.equal(call("flux", pipe), expected)
+    report = handle.report()
+    assert report.host_bytes - reader.staging_bytes() < 0.9 * report.weights
+    assert all(set(c.host_bytes) & {"file", "mapped"} for c in report.components if host)
+    if host is None:
+        held = {c.name: c.pinned_bytes + c.host_bytes.get("pageable", 0) for c in report.components}
+        assert held["transformer"] > 0
+        assert str(handle.plan.host) in str(handle.plan)
+    pipe.disable_layerwise_offload()
+    assert torch.equal(call("flux", pipe), expected)
+    assert handle.report().host_bytes <= report.host_peak
