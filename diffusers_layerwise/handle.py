@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from .locks import all_locked
-from .members import Members, governors, modules_of
+from .members import Members, governors
 from .plan import OffloadPlan
 from .report import Report, make_report
 from .runtime import Runtime
+from .slots import modules_of
 
 #: The attribute of a pipeline that holds its handle.
 HANDLE = "_layerwise_offload"

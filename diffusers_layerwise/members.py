@@ -20,6 +20,7 @@ from .plan import Choice
 from .runtime import Runtime
 from .schedule import Schedule
 from .selection import Components, select
+from .slots import Slots, modules_of, named_modules, names_of, slots_of
 from .terms import Terms
 from .tiers import HostMemory
 from .transfer import Transfer
@@ -55,25 +56,6 @@ class Change:
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
         return not (self.new or self.gone or self.placed or self.unplaced)
-
-
-def slots_of(pipe: Any) -> dict[str, Any]:
-    """A pipeline's component names and what they hold, also while it is still being made."""
-    try:
-        return dict(pipe.components)
-    except (AttributeError, ValueError):
-        return {name: pipe.__dict__[name] for name in names_of(pipe) if name in pipe.__dict__}
-
-
-def names_of(pipe: Any) -> list[str]:
-    """The names of the components that a pipeline may have."""
-    specs = getattr(pipe, "_component_specs", None)
-    return list(specs) if specs is not None else sorted(pipe._get_signature_keys(pipe)[0])
-
-
-def modules_of(pipe: Any) -> dict[str, nn.Module]:
-    """A pipeline's modules by name."""
-    return {name: value for name, value in slots_of(pipe).items() if isinstance(value, nn.Module)}
 
 
 def governors(modules: Iterable[nn.Module]) -> dict[int, Members]:
@@ -150,36 +132,9 @@ class Members:
             if not governors([module]):
                 patches.forget_device(module)
 
-    def _slots(self, instead: tuple[Any, str, Any] | None) -> dict[int, tuple[str, nn.Module, Any]]:
-        """Every module once: its name, itself, its pipeline."""
-        found: dict[int, tuple[str, nn.Module, Any]] = {}
+    def _slots(self, instead: tuple[Any, str, Any] | None) -> Slots:
         taken = {schedule.name: id(schedule.component.module) for schedule in self.runtime.schedules}
-        for pipe in self.pipes:
-            modules = modules_of(pipe)
-            if instead is not None and instead[0] is pipe:
-                modules = {n: m for n, m in modules.items() if n != instead[1]}
-                if isinstance(instead[2], nn.Module):
-                    modules[instead[1]] = instead[2]
-            for name, module in modules.items():
-                if id(module) in found:
-                    continue
-                if taken.setdefault(name, id(module)) != id(module) and self._holds(taken[name], pipe):
-                    name = self._unique(f"{name} of {type(pipe).__name__}", taken, id(module))
-                found[id(module)] = (name, module, pipe)
-        return found
-
-    @staticmethod
-    def _unique(name: str, taken: dict[str, int], module_id: int) -> str:
-        """A name that no other module has; the same one every time."""
-        for number in itertools.count(2):
-            if taken.setdefault(name, module_id) == module_id:
-                break
-            name = f"{name.partition(' #')[0]} #{number}"
-        return name
-
-    def _holds(self, module_id: int, pipe: Any) -> bool:
-        """Whether another pipeline than this one holds a module, so that its name is taken."""
-        return any(id(m) == module_id for p in self.pipes if p is not pipe for m in modules_of(p).values())
+        return named_modules(self.pipes, taken, instead)
 
     # ------------------------------------------------------------------ changes
     def examine(self, instead: tuple[Any, str, Any] | None = None, explicit: bool = False) -> Change:
@@ -223,7 +178,7 @@ class Members:
             self.host.check(schedules, kept)
         return Change(new, gone, placed, notes, unplaced)
 
-    def _chosen(self, slots: dict[int, tuple[str, nn.Module, Any]]) -> Selected:
+    def _chosen(self, slots: Slots) -> Selected:
         """The user's selection, for names of all our pipelines; several pipelines may use one name."""
         names: dict[str, Any] = {}
         for pipe in self.pipes:

@@ -13,10 +13,11 @@ from .auto import Policy
 from .components import Wanted, checked, read_device
 from .config import LayerwiseOffloadConfig, Mode, Residency, parse_bytes, read_mode
 from .handle import HANDLE, OffloadHandle, handle_of
-from .members import Members, Selection, modules_of
+from .members import Members, Selection
 from .plan import Choice
 from .profiles import find_profile
 from .selection import Components
+from .slots import modules_of
 from .terms import Terms
 
 

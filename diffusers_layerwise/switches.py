@@ -16,7 +16,8 @@ from torch import nn
 from . import patches, platform
 from .errors import LayerwiseOffloadError
 from .handle import HANDLE, OffloadHandle, calling, handle_of
-from .members import Members, governors, modules_of, names_of
+from .members import Members, governors
+from .slots import modules_of, names_of
 
 logger = logging.get_logger(__name__)
 Original = Callable[..., Any]

@@ -16,7 +16,7 @@ ORDER = """
     errors device_maps config watch tensors residence reads discovery platform headers files host hostmemory plan
     selection profiles simulate placement rings search auto pieces transfer reader binding group demand measure specs
     order course schedule tuning passes checkpoints tiers sharing shortage activations clock terms fitting locks runtime
-    inputs attempt copies hooks patches moves weights_maps dispatched conflicts report mapping components adoption
+    inputs attempt copies hooks patches moves weights_maps dispatched conflicts report mapping components slots adoption
     members handle switches pipeline flops live twins fake standins skeleton trace recorder cache tracing hardware cost
     predict rivals cli __init__ __main__
 """.split()
