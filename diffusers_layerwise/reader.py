@@ -12,6 +12,7 @@ its calls is another group's, to other memory.
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
 import ctypes
@@ -226,6 +227,8 @@ class Courier:
                 if piece.source is not None or transfer.is_async:
                     buffer = self._buffer(transfer)
                     self._fill(piece, buffer, ticket.route.table)
+                if self._is_ending:
+                    raise LayerwiseOffloadError(f"{ticket.name} is no longer read: the thread that does it has to end.")
                 with self.lock:
                     if ticket.is_cancelled:
                         return
@@ -336,6 +339,14 @@ def staging_bytes() -> int:
     """Bytes of host memory that staging takes in this process."""
     courier = _couriers.get(os.getpid())
     return 0 if courier is None else courier.staging_bytes
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread inside torch when the interpreter goes away would take the process down with it."""
+    courier = _couriers.pop(os.getpid(), None)
+    if courier is not None:
+        courier.end()
 
 
 def _renew_guard() -> None:

@@ -6,9 +6,12 @@ import errno
 import fcntl
 import gc
 import os
+import subprocess
+import sys
+import textwrap
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +21,7 @@ import torch
 
 import models
 from diffusers_layerwise import LayerwiseOffloadError, OffloadHandle, files, pieces, reader
-from models import run
+from models import numbers, run
 from test_checkpoint_files import chain, device, linux_only, stored, x
 
 __all__ = ["device"]
@@ -26,11 +29,13 @@ pytestmark = linux_only
 
 
 @pytest.fixture(autouse=True)
-def clean() -> Iterator[None]:
-    """No thread of an earlier test runs any more, nor one of this test after it."""
-    gc.collect()
-    yield
-    gc.collect()
+def clean() -> None:
+    """No thread of an earlier test runs any more: what it still reads holds its module until it is there."""
+    for _ in range(200):
+        gc.collect()
+        if not couriers():
+            break
+        time.sleep(0.01)
 
 
 NAME = "layerwise-courier"
@@ -437,3 +442,68 @@ def test_a_shared_folder_of_many_files_is_opened_once_per_file(tmp_path: Path) -
     del handle
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize("moment", ["while it reads", "between two pieces"])
+def test_nothing_is_written_to_memory_that_was_given_away(
+    device: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load is cancelled in the middle; what the memory is used for next stays as it is."""
+    module = models.make(models.Chain, 1, 1536)  # 9 MiB: three pieces
+    stored(module, tmp_path)
+    disk = Disk(monkeypatch)
+    reached, go_on = threading.Event(), threading.Event()
+    stop_at = 1 if moment == "while it reads" else 2
+
+    def slow(fd: int, buffers: Any, offset: int) -> int:
+        if disk.calls == stop_at:
+            reached.set()
+            assert go_on.wait(10)
+        return disk.read(fd, buffers, offset)
+
+    handle = models.stream(module, device=device, config={"host": "file"})
+    runtime = handle._runtime
+    runtime.transfer.start()
+    disk.fault = slow
+    (group,) = runtime.schedules[0].groups
+    assert group.start_onload(runtime.ring)
+    ticket, lease = group._ticket, group.lease
+    assert ticket is not None
+    assert lease is not None
+    assert reached.wait(10)
+    group.offload(runtime.ring)
+    # The next owner of the memory: what is written on the caller's stream goes behind the copies that were queued.
+    runtime.transfer.wait(lease.ready)
+    lease.buffer.fill_(7)
+    go_on.set()
+    assert ticket.done.wait(10)
+    assert bool((lease.buffer.cpu() == 7).all())
+    disk.fault = None
+    handle.release()
+    given = numbers(2, 1536)
+    expected = run(models.make(models.Chain, 1, 1536), given)
+    assert torch.equal(run(module, given), expected)
+
+
+def test_a_process_that_ends_while_weights_are_read_ends_well(tmp_path: Path) -> None:
+    stored(models.make(models.Chain, 8, 1024), tmp_path)
+    script = f"""
+        import atexit, os, threading
+        # Runs last: a thread that is inside torch when the interpreter goes away ends the process with an abort.
+        atexit.register(lambda: os._exit(3 if any(t.name == {NAME!r} for t in threading.enumerate()) else 0))
+        import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import torch, models
+        from safetensors.torch import load_file
+        module = models.make(models.Chain, 8, 1024)
+        for name, value in load_file({str(tmp_path / "model.safetensors")!r}).items():
+            module.get_parameter(name).data = value
+        models.stream(module, device="cpu", mode="manual", config={{"host": sys.argv[1], "prefetch": 4}})
+        for _ in range(3):
+            models.run(module, torch.zeros(1, 1024))
+    """
+    root = str(Path(reader.__file__).parent.parent)
+    environment = dict(os.environ, PYTHONPATH=root, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    for tier in ("mapped", "file"):
+        command = [sys.executable, "-c", textwrap.dedent(script), tier]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
