@@ -6,6 +6,7 @@ The simulated device is imported here, before anything imports diffusers, which 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,9 @@ import pytest
 import torch
 
 import compatibility
+
+# Worker processes must order the elements of sets alike, or they would collect the tests in different orders.
+os.environ.setdefault("PYTHONHASHSEED", "0")
 
 SIM: ModuleType | None = None
 WHY_NO_SIM = ""

@@ -23,6 +23,9 @@ from diffusers_layerwise.rivals import rivals
 from diffusers_layerwise.trace import Trace
 from planning_models import inputs_of, on_meta
 
+#: Traces of real pipelines take seconds each.
+pytestmark = pytest.mark.slow
+
 GIB = 2**30
 #: A device on which small pipelines compute about as long as their weights take over the link.
 SLOW = Hardware("slow", 1 << 30, 1e8, 5e7, {"float32": 2e9}, 2e9, 1e10, 1e8, 1e-9, "made up")

@@ -191,8 +191,8 @@ def test_third_call_synchronises_the_host_as_often_as_resident(name: str, sim: M
     assert extra["h2d_pageable_bytes"] == 0
 
 
-@pytest.mark.parametrize("percent", [20, 30, 50, 90, 150])
-@pytest.mark.parametrize("mode", ["auto", "speed"])
+@pytest.mark.parametrize("percent", [20, *(pytest.param(p, marks=pytest.mark.slow) for p in (30, 50, 150)), 90])
+@pytest.mark.parametrize("mode", ["auto", pytest.param("speed", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", BUDGETED)
 def test_any_budget_is_kept_and_changes_no_bit(name: str, mode: str, percent: int, sim: ModuleType) -> None:
     reference = resident(name, sim)

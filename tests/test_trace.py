@@ -29,6 +29,9 @@ from diffusers_layerwise.skeleton import from_pipeline
 from diffusers_layerwise.trace import Trace
 from planning_models import MODELS, inputs_of, on_meta
 
+#: Traces of real pipelines take seconds each.
+pytestmark = pytest.mark.slow
+
 GIB = 2**30
 QUICK = "flux sdxl wan_two_stage sd15_controlnet".split()
 SLOW = "sd15 sd3 wan ltx hunyuan_video cogvideox svd ltx2".split()

@@ -49,7 +49,7 @@ def outcome(mutant: Mutant) -> tuple[bool, str]:
             return False, f"its text occurs {text.count(mutant.old)} times in {mutant.file}"
         path.write_text(text.replace(mutant.old, mutant.new))
         tests = [str(ROOT / test) for test in TESTS if (ROOT / test.partition("::")[0]).exists()]
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "--no-header", "-p", "no:cacheprovider"]
         command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), *tests]
         env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
         try:
