@@ -15,6 +15,7 @@ from .plan import Choice, ComponentSpec, OffloadPlan, UnitSpec
 from .rings import runs_of, sizes_of
 from .search import Request, make_plan, smallest_peak, steady_step
 from .simulate import simulate, timeline
+from .specs import UNPACKED
 from .tensors import ALIGNMENT
 from .trace import PassTrace, Trace, TracedComponent
 
@@ -66,7 +67,10 @@ def component_spec(
     used = list(dict.fromkeys(order))
     sequence = used + [index for index in range(len(traced.units)) if index not in set(used)]
     at = {index: position for position, index in enumerate(sequence)}
-    units = tuple(UnitSpec(u.name, u.layer, u.size) for u in (traced.units[i] for i in sequence))
+    # What no pass uses isn't packed with what is used, so no group has units of both.
+    chunks = [0] * len(used) + [UNPACKED if used else 0] * (len(sequence) - len(used))
+    found = zip((traced.units[i] for i in sequence), chunks, strict=True)
+    units = tuple(UnitSpec(u.name, u.layer, u.size, chunk) for u, chunk in found)
     return ComponentSpec(
         traced.name,
         units,
