@@ -313,5 +313,5 @@ def test_a_config_of_impossible_shapes_is_named(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_attention_heads": -1}))
     for weights in tmp_path.glob("transformer/*.safetensors"):
         weights.unlink()
-    with pytest.raises(LayerwiseOffloadError, match="'transformer' .* can't be built from its config"):
+    with pytest.raises(LayerwiseOffloadError, match=r"'transformer' .* can't be built from its config"):
         plan_layerwise_offload(tmp_path, hardware="RTX 4090")
