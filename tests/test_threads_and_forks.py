@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +26,15 @@ from models import make, numbers, run, stream
 
 PATIENCE = 120
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """OpenMP's threads don't survive a fork, so a child computes with one; other numbers of them round differently."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
 
 
 def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
@@ -160,7 +169,6 @@ def test_threads_on_streams_of_their_own_are_ordered(sim: ModuleType) -> None:
 # ---- forks
 
 
-@pytest.mark.slow
 @needs_fork
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 @pytest.mark.parametrize("name", ["sd15", "flux"])
@@ -177,7 +185,6 @@ def test_a_child_that_was_forked_before_the_first_call_works(sim: ModuleType, na
     assert torch.equal(factory.run(name, pipe), expected)
 
 
-@pytest.mark.slow
 @needs_fork
 def test_a_forked_worker_of_multiprocessing_works() -> None:
     pipe = factory.CASES["sd15"].build()
@@ -201,7 +208,6 @@ def test_a_forked_worker_of_multiprocessing_works() -> None:
         worker.kill()
 
 
-@pytest.mark.slow
 @needs_fork
 def test_a_child_that_was_forked_after_a_call_on_an_accelerator_is_told_to_spawn(sim: ModuleType) -> None:
     module, x = make(models.MlpStack), numbers(3, models.WIDTH)
@@ -219,7 +225,6 @@ def test_a_child_that_was_forked_after_a_call_on_an_accelerator_is_told_to_spawn
     assert torch.equal(factory.run("sd15", pipe), expected)
 
 
-@pytest.mark.slow
 @needs_fork
 @pytest.mark.parametrize("mode", ["memory", "auto"])
 def test_a_child_that_was_forked_after_a_call_on_the_cpu_works(mode: str) -> None:
@@ -232,7 +237,6 @@ def test_a_child_that_was_forked_after_a_call_on_the_cpu_works(mode: str) -> Non
     assert torch.equal(factory.run("sd15", pipe), expected)
 
 
-@pytest.mark.slow
 @needs_fork
 def test_a_child_that_was_forked_in_the_middle_of_another_threads_call_finds_no_locked_lock() -> None:
     pipe = factory.CASES["sd15"].build()
@@ -258,7 +262,6 @@ def test_a_child_that_was_forked_in_the_middle_of_another_threads_call_finds_no_
     assert torch.equal(found[0], expected)
 
 
-@pytest.mark.slow
 @needs_fork
 def test_a_child_that_is_forked_within_a_call_finishes_it() -> None:
     """The thread that forks holds the lock, and goes on in the child."""
