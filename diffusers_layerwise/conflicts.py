@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from accelerate import cpu_offload
-from accelerate.hooks import AlignDevicesHook, CpuOffload, SequentialHook, add_hook_to_module, remove_hook_from_module
+from accelerate.hooks import AlignDevicesHook, CpuOffload, add_hook_to_module, remove_hook_from_module
 from diffusers import DiffusionPipeline
 from torch import nn
 
 from .dispatched import is_dispatched
 from .errors import LayerwiseOffloadError
+from .hooks import hooks_of
 
 #: The offloads that can be taken off a component, as [`found`] names them.
 REPLACEABLE = ("model", "sequential", "group", "auto")
@@ -29,23 +30,18 @@ class TakenOff:
     put_back: Callable[[], object]
 
 
-def _hooks(module: nn.Module) -> list[Any]:
-    hook = module.__dict__.get("_hf_hook")
-    return list(hook.hooks) if isinstance(hook, SequentialHook) else [hook] if hook is not None else []
-
-
 def found(module: nn.Module) -> str | None:
     """Names the offload that a module is under: `model`, `sequential`, `device_map`, `group`, `auto`, or None.
 
     `auto` is that of diffusers' `ComponentsManager`.
     """
-    if any(isinstance(hook, CpuOffload) for hook in _hooks(module)):
+    if any(isinstance(hook, CpuOffload) for hook in hooks_of(module)):
         return "model"
-    if any(_is_auto(hook) for hook in _hooks(module)):
+    if any(_is_auto(hook) for hook in hooks_of(module)):
         return "auto"
     if is_dispatched(module):
         return "device_map"
-    if any(isinstance(hook, AlignDevicesHook) for m in module.modules() for hook in _hooks(m)):
+    if any(isinstance(hook, AlignDevicesHook) for m in module.modules() for hook in hooks_of(m)):
         return "sequential"
     return "group" if _group_hook(module) is not None else None
 
@@ -87,7 +83,7 @@ def take_off(module: nn.Module) -> TakenOff | None:
     """Takes another offload off a component, whose weights are then the ones on the module. Idempotent."""
     state = found(module)
     if state in ("model", "auto"):
-        hook = next(h for h in _hooks(module) if isinstance(h, CpuOffload) or _is_auto(h))
+        hook = next(h for h in hooks_of(module) if isinstance(h, CpuOffload) or _is_auto(h))
         remove_hook_from_module(module)
         return TakenOff(module, state, lambda: add_hook_to_module(module, hook))
     if state == "sequential":
@@ -100,7 +96,7 @@ def take_off(module: nn.Module) -> TakenOff | None:
 
 def _execution_device(module: nn.Module) -> torch.device | None:
     for part in module.modules():
-        for hook in _hooks(part):
+        for hook in hooks_of(part):
             if isinstance(hook, AlignDevicesHook) and hook.execution_device is not None:
                 return hook.execution_device  # type: ignore[no-any-return]
     return None
@@ -137,11 +133,6 @@ def has_chain(pipe: Any) -> bool:
 def rechain(pipe: Any) -> None:
     """Lets model offload chain what it still sees of a pipeline, in its own order; there may be nothing left."""
     pipe.enable_model_cpu_offload(device=pipe._offload_device)
-
-
-def refuse_hooked(name: str, module: nn.Module) -> None:
-    """Raises when a bare module is under another offload that can't be taken off."""
-    _refuse(name, module, found(module))
 
 
 def _refuse(name: str, module: nn.Module, state: str | None) -> None:

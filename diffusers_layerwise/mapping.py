@@ -109,22 +109,6 @@ def check_pipeline(
     return isinstance(whole, str)
 
 
-def refuse_beside(modules: Mapping[str, nn.Module], replaced: Mapping[str, str]) -> None:
-    """Raises where one offload can't be replaced without breaking up a device map.
-
-    Raises:
-        LayerwiseOffloadError: It names one component under each.
-    """
-    mapped = next((name for name, module in modules.items() if is_hooked(module)), None)
-    if mapped is not None:
-        other, what = next(iter(replaced.items()))
-        raise LayerwiseOffloadError(
-            f"{mapped!r} is dispatched by a device map and {other!r} is under another offload ({what}); taking "
-            f"that off would undo both. Call pipe.remove_all_hooks() and load {mapped!r} anew, then "
-            f"enable_layerwise_offload()."
-        )
-
-
 def runs_elsewhere(module: nn.Module, device: torch.device) -> torch.device | None:
     """The further accelerator that has all of a dispatched component, or None."""
     if not is_hooked(module):

@@ -126,7 +126,7 @@ def apply_layerwise_offload(
     budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
     device = read_device(mapping.main_device([module]) if onload_device is None else onload_device)
     name = type(module).__name__
-    conflicts.refuse_hooked(name, module)
+    conflicts.check({name: module})
     away = mapping.runs_elsewhere(module, device)
     if away is not None:
         raise mapping.refuse_elsewhere(name, device, away)

@@ -91,8 +91,8 @@ class Runtime:
         learned = all(schedule.order.used for schedule in self.schedules if schedule.component.units)
         return not learned or (self.terms.budget is None and self.transfer.pid is None)
 
-    def _make_plan(self, strict: bool = False) -> OffloadPlan:
-        return self._plan(self.schedules, strict)
+    def _make_plan(self) -> OffloadPlan:
+        return self._plan(self.schedules, strict=False)
 
     def _plan(self, schedules: Sequence[Schedule], strict: bool) -> OffloadPlan:
         specs = [schedule.spec() for schedule in schedules]

@@ -15,7 +15,8 @@ from torch import nn
 
 from . import patches, platform
 from .errors import LayerwiseOffloadError
-from .handle import HANDLE, OffloadHandle, calling, handle_of
+from .handle import OffloadHandle, calling, handle_of
+from .locks import all_locked
 from .members import Members, governors
 from .slots import modules_of, names_of
 
@@ -190,10 +191,10 @@ def edit(original: Original, target: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _on_host(members: Iterable[Members]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for each in sorted({*members}, key=lambda m: m.serial):
-            stack.enter_context(each.runtime.lock)
-            each.runtime.release()
+    runtimes = {each.runtime for each in members}
+    with all_locked(runtimes):
+        for runtime in runtimes:
+            runtime.release()
         yield
 
 
@@ -234,5 +235,3 @@ _PIPELINE: dict[str, Callable[..., Any]] = {
     "remove_all_hooks": take_all_off,
     "reset_device_map": take_all_off,
 }
-
-__all__ = ["HANDLE", "wrap", "wrap_manager", "wrap_models"]
