@@ -214,7 +214,7 @@ def solve(problem: Problem, total: int | None) -> OffloadPlan:
 def too_small(problem: Problem, total: int, least: int, where: str) -> torch.OutOfMemoryError:
     """The error for a budget below the smallest."""
     tiled = problem.trace.tiled.get(where)
-    hint = f" pipe.enable_vae_tiling() lowers the peak of {where!r} to {format_bytes(tiled)}." if tiled else ""
+    hint = f" pipe.{where}.enable_tiling() lowers that to {format_bytes(tiled.peak)}." if tiled else ""
     needs = problem.activation(where) if where != "the pipeline" else problem.trace.outside_peak
     return torch.OutOfMemoryError(
         f"A memory budget of {format_bytes(total)} is too small for this call: at {where!r}, activations take "

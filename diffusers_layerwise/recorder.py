@@ -18,6 +18,8 @@ from .trace import Leaf, PassTrace, Trace, TracedComponent, TracedUnit, Use
 
 #: Methods by which pipelines enter a component.
 ENTRIES = ("forward", "encode", "decode", "get_text_features", "get_image_features")
+#: Methods that only autoencoders have.
+CODING = ("encode", "decode")
 #: What diffusers' autoencoders call to join tiles, row by row: thousands of operations for a large video.
 JOINS = ("blend_v", "blend_h", "blend_t")
 #: Modules from which on a part of a component is worth looking at whether it was called alike before.
@@ -115,14 +117,8 @@ class Recorder:
             if part is not module:
                 part.register_forward_pre_hook(self._before(name, index), prepend=True)
                 part.register_forward_hook(self._after)
-        triggers = {id(part) for _, part in leaves}
-        for child, part in module.named_children():
-            # A VAE's decoder, which runs once for each tile and each few frames.
-            if id(part) not in triggers and sum(1 for _ in part.modules()) >= LARGE:
-                part.__dict__["forward"] = self._part(name, child, part, part.forward)
-        for join in JOINS:
-            if callable(method := getattr(module, join, None)):
-                module.__dict__[join] = self._part(name, join, module, method)
+        if any(callable(getattr(type(module), coding, None)) for coding in CODING):
+            self._hook_parts(name, module, {id(part) for _, part in leaves})
         own = next((i for i, (_, part) in enumerate(leaves) if part is module), None)
         for entry in ENTRIES:
             method = getattr(module, entry, None)
@@ -131,6 +127,18 @@ class Recorder:
         units = tuple(TracedUnit(u.name, u.layer, u.size) for u in found.units)
         kinds = tuple(leaf for leaf, _ in leaves)
         return TracedComponent(name, type(module).__name__, found.weights, found.fixed_size, units, kinds)
+
+    def _hook_parts(self, name: str, module: nn.Module, triggers: set[int]) -> None:
+        """Takes the calls of an autoencoder's decoder apart, of which there is one for each tile and each few frames.
+
+        Not other models: transformers collects hidden states of layers aside, which a call that isn't run would miss.
+        """
+        for child, part in module.named_children():
+            if id(part) not in triggers and sum(1 for _ in part.modules()) >= LARGE:
+                part.__dict__["forward"] = self._part(name, child, part, part.forward)
+        for join in JOINS:
+            if callable(method := getattr(module, join, None)):
+                module.__dict__[join] = self._part(name, join, module, method)
 
     def _before(self, name: str, leaf: int) -> Callable[..., None]:
         def before(_module: nn.Module, _args: Any) -> None:

@@ -244,17 +244,9 @@ print(json.dumps({"seconds": seconds, "grown": grown, "plan": plan.to_dict()}))
 """
 
 
-UNPROVEN = pytest.mark.xfail(
-    strict=False, reason="Qwen-Image took 73 s on a busy core; the others were not seen to pass"
-)
-NAMED = [
-    name if name in ("FLUX.1-dev", "SDXL", "SD3.5-large") else pytest.param(name, marks=UNPROVEN) for name in PIPELINES
-]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("name", PIPELINES)
 def test_a_public_pipeline_is_planned_from_its_configs_in_seconds(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
