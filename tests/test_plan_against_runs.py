@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 import factory
 from diffusers_layerwise import OffloadHandle, PredictedPlan, plan_layerwise_offload
@@ -20,7 +21,7 @@ from diffusers_layerwise.plan import ComponentPlan, ComponentSpec, GroupPlan, Of
 from diffusers_layerwise.recorder import trace_module
 from diffusers_layerwise.search import Request, make_plan, smallest_peak, steady_step
 from diffusers_layerwise.selection import role
-from diffusers_layerwise.simulate import Link
+from diffusers_layerwise.simulate import LATENCY, Link
 from planning_models import MODELS, on_meta
 
 LINK = Link(22e9, 1e-5)
@@ -94,7 +95,18 @@ def test_all_of_a_model_is_resident_exactly_from_the_peak_of_that_on(name: str) 
 # ---------------------------------------------------------------------- plans against runs
 PIPELINES = "flux sdxl wan qwenimage sd3".split()
 #: A device on which small pipelines compute about as long as their weights take over the link.
-SLOW = Hardware("slow", 1 << 30, 1e8, 5e7, {"float32": 2e9}, 2e9, 1e10, 1e8, 1e-9, "made up")
+SLOW = Hardware("slow", 1 << 30, 1e8, 5e7, {"float32": 2e9}, 2e9, 1e15, 1e8, 1e-12, "made up")
+#: The simulated device's clock at the same rates: its kernels take their FLOPs, its copies their bytes and a latency.
+CLOCK = {
+    "flops": 2e9,
+    "hbm": 1e15,
+    "h2d": SLOW.pinned,
+    "pageable": SLOW.pageable,
+    "launch": SLOW.launch,
+    "kernel_min": 0.0,
+    "copy_lat": LATENCY,
+    "query": 0.0,
+}
 STEPS = 4
 #: Ways to stream whose plans don't depend on times, so that what is predicted is what runs.
 WAYS: dict[str, dict[str, Any]] = {
@@ -122,6 +134,7 @@ class Ran:
         moved (`dict[str, int]`): Bytes that were copied in it for each component.
         per_pass (`dict[str, list[int]]`): The same between the beginnings of two passes of a denoiser.
         loads (`list[str]`): The groups that were loaded, in order.
+        step (`float`): Virtual seconds of a step in the middle of the call.
     """
 
     plan: OffloadPlan
@@ -129,6 +142,7 @@ class Ran:
     moved: dict[str, int]
     per_pass: dict[str, list[int]]
     loads: list[str]
+    step: float
 
 
 def options_of(way: dict[str, Any]) -> dict[str, Any]:
@@ -147,15 +161,22 @@ def moved(handle: OffloadHandle) -> dict[str, int]:
     return {component.name: component.moved_bytes for component in handle.report().components}
 
 
-def ran(name: str, way: dict[str, Any]) -> Ran:
+def ran(name: str, way: dict[str, Any], sim: ModuleType) -> Ran:
     """The fifth call of the same pipeline on the simulated device."""
     pipe = factory.CASES[name].build()
     handle = pipe.enable_layerwise_offload(onload_device="sim", **options_of(way))
     begun: dict[str, list[int]] = {}
+    marks: list[torch.Event] = []
+
+    def mark(*_: Any) -> None:
+        marks.append(torch.Event("sim", enable_timing=True))
+        marks[-1].record()
+
     for part, module in factory.modules_of(pipe).items():
         if role(part) == "dit":
             begun[part] = []
             module.register_forward_pre_hook(lambda *_, part=part: begun[part].append(moved(handle)[part]))
+            module.register_forward_pre_hook(mark)
     for _ in range(4):
         factory.run(name, pipe, num_inference_steps=STEPS)
     assert not handle.plan.provisional
@@ -163,15 +184,22 @@ def ran(name: str, way: dict[str, Any]) -> Ran:
     before, transfer.log = moved(handle), []
     for starts in begun.values():
         starts.clear()
+    marks.clear()
     factory.run(name, pipe, num_inference_steps=STEPS)
     log, transfer.log = transfer.log, None
     report, after = handle.report(), moved(handle)
+    each = len(marks) // STEPS
+    assert len(marks) == each * STEPS
+    sim.synchronize()
+    first, last = marks[each], marks[-each]
+    step = first.elapsed_time(last) / 1e3 / (STEPS - 2)
     return Ran(
         handle.plan,
         report.peak_seen,
         {part: after[part] - before[part] for part in after},
         {part: [b - a for a, b in pairwise(starts)] for part, starts in begun.items()},
         [group for verb, group in log if verb == "load"],
+        step,
     )
 
 
@@ -223,8 +251,9 @@ def used_peak(plan: OffloadPlan, sequence: Sequence[tuple[str, list[int]]]) -> i
 
 @pytest.mark.parametrize(("name", "way"), RUNS)
 def test_a_plan_made_without_a_device_is_what_the_run_counts(name: str, way: str, sim: ModuleType) -> None:
-    """Peak of weights, bytes moved, and the order of loads: equal, not nearly."""
-    plan, run = predicted(name, WAYS[way]), ran(name, WAYS[way])
+    """Peak of weights, bytes moved, and the order of loads: equal, not nearly. A step's time within 3 %."""
+    sim.configure(**CLOCK)
+    plan, run = predicted(name, WAYS[way]), ran(name, WAYS[way], sim)
     sequence = sequence_of(plan)
     assert (plan.slots, plan.slot_bytes) == (run.plan.slots, run.plan.slot_bytes)
     assert plan.peak_bytes == run.plan.peak_bytes
@@ -244,3 +273,5 @@ def test_a_plan_made_without_a_device_is_what_the_run_counts(name: str, way: str
         if not group.resident
     ]
     assert [load for load in run.loads if load in set(expected)] == expected
+    print(name, way, plan.step_seconds, run.step)
+    assert plan.step_seconds == pytest.approx(run.step, rel=0.03)
