@@ -349,6 +349,19 @@ def _autocast(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
 
 
 _AUTOCAST = torch.amp.autocast.__init__
+_GENERATOR = torch.Generator
+
+
+class _AnyGenerator(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, _GENERATOR)
+
+
+class _Generator(metaclass=_AnyGenerator):
+    """Generators that a pipeline makes for its device: the meta device has none, so they are the host's."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return _GENERATOR("cpu" if torch.device(device).type == "meta" else device)
 
 
 @contextlib.contextmanager
@@ -369,6 +382,7 @@ def faked(device: FakeDevice) -> Iterator[None]:
         # Where a mask's content isn't known, all of it is taken: the most that can come out.
         stack.enter_context(_replaced(fx_config, "meta_nonzero_assume_all_nonzero", True))
         stack.enter_context(_replaced(torch.amp.autocast, "__init__", _autocast))
+        stack.enter_context(_replaced(torch, "Generator", _Generator))
         stack.enter_context(Functions(device))
         stack.enter_context(device)
         yield

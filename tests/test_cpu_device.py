@@ -21,7 +21,7 @@ from diffusers_layerwise.hooks import PlacedHook
 from diffusers_layerwise.tensors import ALIGNMENT
 from factory import CASES
 
-NAMES = ["flux", "sd15"]
+NAMES = ["flux", pytest.param("sd15", marks=pytest.mark.slow)]
 WAYS: dict[str, dict[str, Any]] = {
     "memory": {"mode": "memory"},
     "auto": {"mode": "auto"},
