@@ -61,6 +61,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(compatibility.Results(path))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Traces and measurements that an earlier state of the code kept in the user's cache aren't what is tested."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def cell(record_property: Callable[[str, Any], None]) -> compatibility.Cell:
     """Says which cell of docs/compatibility.md a test stands for."""
