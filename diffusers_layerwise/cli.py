@@ -71,6 +71,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+_OWN = {
+    "pipe_or_folder": "the folder is the first argument",
+    "memory_budget": "use --memory",
+    "hardware": "use --hardware",
+    "mode": "use --mode",
+    "components": "use --components",
+    "config": "options of offloading can't be given here; use plan_layerwise_offload(config=...) in Python",
+    "dtype": "use --dtype",
+    "vae_tiling": "use --tiling or --no-tiling",
+}
+"""What `plan_layerwise_offload` takes itself, and so isn't an argument of the call."""
+
 _HELP = {
     "height": "pixels",
     "width": "pixels",
@@ -101,8 +113,10 @@ def call_arguments(options: argparse.Namespace) -> dict[str, Any]:
         found["num_videos_per_prompt" if options.num_frames else "num_images_per_prompt"] = options.batch
     for item in options.arg:
         name, separator, text = item.partition("=")
-        if not separator:
+        if not separator or not name:
             raise ValueError(f"--arg needs NAME=VALUE, got {item!r}.")
+        if name in found or name in _OWN:
+            raise ValueError(f"--arg {item!r}: {_OWN.get(name, 'it is given by its own option already')}.")
         try:
             found[name] = json.loads(text)
         except ValueError:
@@ -158,7 +172,10 @@ def plot(points: Sequence[PlanPoint], others: Sequence[Rival], path: Path) -> No
 
     Raises:
         ImportError: matplotlib isn't there.
+        ValueError: The path is a folder.
     """
+    if path.is_dir():
+        raise ValueError(f"--plot needs a file, such as {str(path / 'plan.png')!r}; {str(path)!r} is a folder.")
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

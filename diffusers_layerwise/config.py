@@ -80,13 +80,14 @@ def parse_bytes(value: int | float | str, name: str) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise TypeError(f"{name} must be bytes as an int or a text such as '8GiB', got {value!r}.")
+    given = value
     if isinstance(value, str):
         match = _SIZE.fullmatch(value)
         if match is None or match[2].lower() not in _UNITS:
             raise ValueError(f"{name} must be bytes as an int or a text such as '8GiB' or '500MB', got {value!r}.")
         value = float(match[1]) * _UNITS[match[2].lower()]
     if not math.isfinite(value) or value < 1:
-        raise ValueError(f"{name} must be more than 0 bytes, got {value!r}.")
+        raise ValueError(f"{name} must be more than 0 bytes, got {given!r}.")
     return int(value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable
 
 import torch
@@ -40,3 +41,8 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     """
     matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
     return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+def raised_in(error: BaseException, function: str) -> bool:
+    """Whether an error came out of a function of this name, at any depth."""
+    return any(frame.f_code.co_name == function for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -378,6 +378,7 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 def faked(device: FakeDevice) -> Iterator[None]:
     """Runs a block with the meta device as the accelerator."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))  # tensors of that mode bypass what counts them
         stack.enter_context(torch.no_grad())
         # Where a mask's content isn't known, all of it is taken: the most that can come out.
         stack.enter_context(_replaced(fx_config, "meta_nonzero_assume_all_nonzero", True))

@@ -68,6 +68,8 @@ def plan_layerwise_offload(
     Example:
         >>> print(plan_layerwise_offload(pipe, memory_budget="8GiB", hardware="RTX 4070", height=1024, width=1024))
     """
+    if vae_tiling not in (None, True, False):
+        raise TypeError(f"vae_tiling must be True, False or None, got {vae_tiling!r}.")
     chosen_mode, options = read_mode(mode), LayerwiseOffloadConfig.read(config)
     budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
     notes: list[str] = []

@@ -71,7 +71,7 @@ class PredictedPlan(OffloadPlan):
         total_seconds (`float`): One call (not the first one, in which the order of execution is learned).
         steps (`int`): Steps of the scheduler in that call.
         smallest_budget, resident_budget (`int`): From where on it runs, and from where on nothing streams.
-        free_budget (`int`, *optional*): From about where on streaming costs nothing.
+        free_budget (`int`, *optional*): From about where on streaming costs nothing (a step takes at most 1 % longer).
         tiled (`tuple[str]`): VAEs that this is with tiling of: call `enable_tiling()` of them first.
         notes (`tuple[str]`): What was assumed, and what could not be traced.
 
@@ -103,15 +103,16 @@ class PredictedPlan(OffloadPlan):
             return "unknown"
         return "link" if self.step_seconds > FREE * self.compute_seconds else "compute"
 
-    def sweep(self, budgets: Iterable[int | str]) -> list[PlanPoint]:
+    def sweep(self, budgets: Iterable[int | str] | int | str) -> list[PlanPoint]:
         """The same call under other budgets; those below the smallest are left out.
 
         Args:
-            budgets (`Iterable[int | str]`): Bytes, or texts such as `"8GiB"`.
+            budgets (`Iterable[int | str]`): Bytes, or texts such as `"8GiB"`; one or several.
         """
         if self.problem is None:
             return []
-        sizes = [parse_bytes(budget, "budgets") for budget in budgets]
+        given = [budgets] if isinstance(budgets, (int, str)) else list(budgets)
+        sizes = [parse_bytes(budget, "budgets") for budget in given]
         return [_point(self.problem, size) for size in sizes if size >= self.smallest_budget]
 
     def budgets(self, count: int = 9) -> list[int]:
@@ -137,8 +138,11 @@ class PredictedPlan(OffloadPlan):
 
     def __str__(self) -> str:
         budget = "" if self.budget is None else f" of {format_bytes(self.budget + self.reserve)}"
+        stopped = self.problem is not None and self.problem.trace.error is not None
+        early = "the call was not traced to its end; " if stopped else ""
+        device = self.hardware.name if self.hardware else "an unknown device"
         lines = [
-            f"plan: mode {self.mode.value} on {self.hardware.name if self.hardware else 'an unknown device'}, peak "
+            f"{early}plan: mode {self.mode.value} on {device}, peak "
             f"{format_bytes(self.total_peak_bytes)}{budget} (at {self.peak_at})"
             + (f", ring of {self.slots} slots of {format_bytes(self.slot_bytes)}" if self.slots else ""),
             *_table(self.predictions),

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from .discovery import Component, discover
+from .errors import raised_in
 from .fake import FakeDevice, faked
 from .flops import Cost, total
 from .repeats import Given, Leavings, call_key, is_replayable, lists_in, made, shape_of, state_of
@@ -346,7 +347,7 @@ def trace_module(module: nn.Module, call: Callable[[nn.Module], Any], name: str 
 
 
 def trace_pipeline(pipe: Any, device: FakeDevice, call: Mapping[str, Any], notes: list[str]) -> Trace:
-    """Runs a call of a pipeline without weights. What fails is in the trace.
+    """Runs a call of a pipeline without weights. What fails is in the trace, unless the pipeline refuses the arguments.
 
     Args:
         pipe (`DiffusionPipeline`): As [`from_folder`] or [`from_pipeline`] makes it.
@@ -368,6 +369,8 @@ def trace_pipeline(pipe: Any, device: FakeDevice, call: Mapping[str, Any], notes
             recorder.finish()
             del result
         except Exception as failed:
+            if raised_in(failed, "check_inputs"):
+                raise
             error = failed
             recorder.finish()
     return recorder.trace(type(pipe).__name__, notes, error)

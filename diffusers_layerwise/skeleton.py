@@ -253,20 +253,30 @@ def to_meta(module: nn.Module, device: FakeDevice) -> None:
     module.requires_grad_(False)
 
 
-def from_pipeline(pipe: DiffusionPipeline, device: FakeDevice) -> DiffusionPipeline:
+def from_pipeline(pipe: DiffusionPipeline, device: FakeDevice, memo: dict[int, Any] | None = None) -> DiffusionPipeline:
     """A copy of a loaded pipeline whose modules have no weights. The original isn't touched.
 
-    Schedulers are copied, since a call changes them; tokenizers and processors are shared. Hooks stay behind.
+    Schedulers are copied, since a call changes them, and so are pipelines within it; tokenizers and processors are
+    shared. Hooks stay behind.
+
+    Args:
+        pipe (`DiffusionPipeline`): The pipeline.
+        device (`FakeDevice`): Where the copy will run.
+        memo (`dict`, *optional*): What was copied so far, by id: pipelines within it share its modules.
     """
     made = object.__new__(type(pipe))
     made.__dict__.update(pipe.__dict__)
     made.__dict__.pop("_layerwise_offload", None)
-    memo: dict[int, Any] = {}
-    for name, value in pipe.components.items():
-        if isinstance(value, nn.Module):
+    memo = {} if memo is None else memo
+    for name, value in {**pipe.__dict__, **pipe.components}.items():
+        if isinstance(value, DiffusionPipeline):
+            made.__dict__[name] = from_pipeline(value, device, memo)
+        elif id(value) in memo and memo[id(value)] is not None:
+            made.__dict__[name] = memo[id(value)]
+        elif isinstance(value, nn.Module):
             made.__dict__[name] = from_module(value, device, memo)
         elif hasattr(value, "set_timesteps") or hasattr(value, "step"):
-            made.__dict__[name] = copy.deepcopy(value)
+            made.__dict__[name] = copy.deepcopy(value, memo)
     made.set_progress_bar_config(disable=True)
     return made
 
@@ -288,12 +298,22 @@ def from_module(module: nn.Module, device: FakeDevice, memo: dict[int, Any] | No
             memo[id(part.__dict__.get("forward"))] = None
     made = copy.deepcopy(module, memo)
     for part in made.modules():
+        _drop_own_hooks(part)
         for name in HOOKS:
             part.__dict__.pop(name, None)
         if part.__dict__.get("forward", part) is None:
             del part.__dict__["forward"]
     to_meta(made, device)
     return made
+
+
+def _drop_own_hooks(part: nn.Module) -> None:
+    """Takes off the user's forward hooks, which would see shapes alone; those of torch make weights (`weight_norm`)."""
+    for hooks in (part._forward_pre_hooks, part._forward_hooks):
+        for key, hook in list(hooks.items()):
+            owner = getattr(hook, "__module__", None) or type(hook).__module__
+            if owner.partition(".")[0] not in ("torch", "diffusers", "transformers"):
+                del hooks[key]
 
 
 def _derived(value: torch.Tensor) -> bool:

@@ -21,6 +21,10 @@ from .recorder import trace_pipeline
 from .skeleton import from_folder, from_pipeline, pipeline_class, read_index
 from .trace import VERSION, Tiles, Trace
 
+#: Arguments of calls that are sizes or numbers of things.
+COUNTS = ("height", "width", "num_frames", "num_inference_steps", "num_images_per_prompt", "num_videos_per_prompt")
+#: Packages whose code changes with their versions alone.
+PUBLISHED = {"builtins", "collections", "diffusers", "tokenizers", "torch", "transformers", "typing", "abc"}
 PROMPT = "a photo of a cat on a table beside a window"
 
 
@@ -64,23 +68,27 @@ def trace_loaded(pipe: DiffusionPipeline, call: Mapping[str, Any]) -> Trace:
         TypeError: The pipeline takes no such argument.
     """
     arguments = full_call(type(pipe), call)
-    key = cache.digest(_versions(), type(pipe).__qualname__, _pipe_key(pipe), _call_key(arguments))
+    code = _code_key(pipe)
+    parts = (_versions(), type(pipe).__qualname__, code, _pipe_key(pipe), _call_key(arguments))
+    key = None if code is None else cache.digest(*parts)
     return _traced(key, lambda device, _: from_pipeline(pipe, device), arguments)
 
 
-def _traced(key: str, build: Any, arguments: dict[str, Any]) -> Trace:
+@torch.inference_mode(False)
+def _traced(key: str | None, build: Any, arguments: dict[str, Any]) -> Trace:
+    """The trace that was kept, or a new one; one without a key isn't kept."""
     name = f"traces/{key}.json"
-    stored = cache.read(name)
-    if stored is not None:
+    stored = None if key is None else cache.read(name)
+    if isinstance(stored, dict):
         try:
             return Trace.from_dict(stored)
-        except (ValueError, KeyError, TypeError, IndexError):
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
             pass  # of another version, or broken: made anew
     device = FakeDevice()
     notes: list[str] = []
     trace = trace_pipeline(build(device, notes), device, arguments, notes)
     _try_tiling(trace, build, arguments)
-    if trace.error is None:
+    if trace.error is None and key is not None:
         cache.write(name, trace.to_dict())
     return trace
 
@@ -111,6 +119,7 @@ def full_call(cls: Any, call: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         TypeError: The pipeline takes no such argument; the message has the nearest one.
+        ValueError: A size or a number of steps, frames or images isn't 1 or more.
     """
     parameters = inspect.signature(cls.__call__).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -120,6 +129,10 @@ def full_call(cls: Any, call: Mapping[str, Any]) -> dict[str, Any]:
                     f"{cls.__name__} takes no argument {name!r}.{nearest(name, parameters)} It takes "
                     f"{', '.join(list(parameters)[1:])}."
                 )
+    for name in COUNTS:
+        value = call.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be an int of 1 or more, got {value!r}.")
     arguments = dict(call)
     if "prompt" in parameters and not any(name.startswith("prompt") for name in call):
         arguments["prompt"] = PROMPT
@@ -167,6 +180,18 @@ def _pipe_key(pipe: DiffusionPipeline) -> list[Any]:
         else:
             found.append([name, type(value).__qualname__, repr(getattr(value, "config", None))])
     return found
+
+
+def _code_key(pipe: DiffusionPipeline) -> list[str] | None:
+    """The code of the user's own classes, which may change between runs; None where it can't be read."""
+    values = [pipe, *pipe.components.values()]
+    parts = [part for value in values if isinstance(value, nn.Module) for part in value.modules()]
+    kinds = {kind for value in [*values, *parts] for kind in type(value).__mro__}
+    own = sorted((k for k in kinds if k.__module__.partition(".")[0] not in PUBLISHED), key=lambda k: k.__qualname__)
+    try:
+        return [inspect.getsource(kind) for kind in own]
+    except (OSError, TypeError):
+        return None
 
 
 def _settings(module: nn.Module) -> list[Any]:

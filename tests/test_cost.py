@@ -13,7 +13,7 @@ import torch
 
 import diffusers_layerwise.tracing as tracing
 import factory
-from diffusers_layerwise import LayerwiseOffloadError, PredictedPlan, plan_layerwise_offload
+from diffusers_layerwise import LayerwiseOffloadError, PredictedPlan, cache, plan_layerwise_offload
 from diffusers_layerwise.config import LayerwiseOffloadConfig, Mode
 from diffusers_layerwise.cost import Problem, pass_times, smallest_budget, solve, total_peak
 from diffusers_layerwise.hardware import PRESETS, Hardware
@@ -243,6 +243,50 @@ def test_the_second_plan_comes_from_the_cache(tmp_path: Path, monkeypatch: pytes
     assert plan_layerwise_offload(folder, hardware=SLOW, **call) == first
     with pytest.raises(AssertionError, match="traced again"):
         plan_layerwise_offload(folder, hardware=SLOW, **call | {"height": 32})
+
+
+def test_a_plan_made_in_inference_mode_is_the_same() -> None:
+    with torch.inference_mode():
+        inside = small()
+    for kept in (cache.cache_folder() / "traces").iterdir():
+        kept.unlink()
+    assert inside == small()
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "null", "3", "{", '"x"', '{"version": 2}'])
+def test_a_broken_trace_in_the_cache_is_made_anew(content: str) -> None:
+    first = small()
+    for kept in (cache.cache_folder() / "traces").iterdir():
+        kept.write_text(content)
+    assert small() == first
+
+
+def test_a_pipelines_own_refusal_of_arguments_is_raised_as_it_is() -> None:
+    for wrong, message in (
+        ({"prompt": 3}, "`prompt` has to be of type"),
+        ({"max_sequence_length": 9999}, "cannot be greater than 512"),
+        ({"num_inference_steps": 0}, "num_inference_steps must be an int of 1 or more, got 0"),
+        ({"height": "64"}, "height must be an int of 1 or more, got '64'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan_layerwise_offload(
+                factory.CASES["flux"].build(), hardware=SLOW, **(factory.CASES["flux"].call_kwargs() | wrong)
+            )
+
+
+def test_a_class_of_the_users_is_traced_anew_when_its_code_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    source = "import diffusers\nclass Mine(diffusers.FluxPipeline):\n    def __call__(self, *a, **k):\n        "
+    pipe, times = factory.CASES["flux"].build(), []
+    for calls in (1, 3):
+        body = f"return [super(Mine, self).__call__(*a, **k) for _ in range({calls})][-1]\n"
+        (tmp_path / f"mine_{calls}.py").write_text(source + body)
+        mine = __import__(f"mine_{calls}").Mine(**pipe.components)
+        plan = plan_layerwise_offload(mine, hardware=SLOW, **factory.CASES["flux"].call_kwargs())
+        times.append(plan.total_seconds)
+    assert times[1] > 2 * times[0]
 
 
 def test_bad_arguments_are_named(tmp_path: Path) -> None:

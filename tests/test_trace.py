@@ -205,6 +205,30 @@ def test_activation_peak_is_that_of_the_simulated_device(
     assert part.activation_peak == pytest.approx(max(peaks) - weights, rel=0.02)
 
 
+COMBINED = "kandinsky22_combined kandinsky22_combined_inpaint stable_cascade_combined wuerstchen_combined".split()
+
+
+@pytest.mark.parametrize("name", ["flux", *COMBINED])
+def test_nothing_of_a_loaded_pipeline_runs_or_changes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a pipeline within it, which has the same modules."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    pipe = factory.CASES[name].build()
+    seen: list[str] = []
+    for part, module in factory.modules_of(pipe).items():
+        module.register_forward_hook(lambda *_, part=part: seen.append(part))
+    states = [repr(s.__dict__) for s in pipe.components.values() if hasattr(s, "set_timesteps")]
+    random = torch.get_rng_state()
+    plan = plan_layerwise_offload(pipe, hardware="RTX 4090", **factory.CASES[name].call_kwargs())
+    assert seen == []
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [repr(s.__dict__) for s in pipe.components.values() if hasattr(s, "set_timesteps")] == states
+    assert sum(part.calls for part in plan.predictions) >= len(plan.predictions) - 1
+    factory.run(name, pipe)
+    assert seen
+
+
 # ---------------------------------------------------------------------- rules
 def test_a_trace_survives_json() -> None:
     trace = traced("flux")
