@@ -9,6 +9,7 @@ import torch
 from .discovery import Unit
 from .errors import LayerwiseOffloadError
 from .host import HostStore
+from .pieces import make_route
 from .tensors import Entry, collect_extents, view_like, why_not_movable
 from .transfer import Copy, Lease, plain_tensors
 
@@ -23,6 +24,7 @@ class Binding:
     Attributes:
         size (`int`): Bytes of the run in a region.
         copy_bytes (`int`): Bytes that one load moves: padding too when the host copy is packed.
+        route (`Route`, *optional*): How it is loaded where it is read from files or through their mappings.
     """
 
     def __init__(self, units: Sequence[Unit], store: HostStore) -> None:
@@ -45,6 +47,7 @@ class Binding:
         self._source = self._contiguous()
         extents = [extent for unit in self.units for extent in unit.extents]
         self.copy_bytes = sum(e.nbytes for e in extents) if self._source is None else self.size
+        self.route = make_route(self.units, self.store)
         self.forget_views()
 
     def forget_views(self) -> None:

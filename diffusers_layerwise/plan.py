@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from .config import LayerwiseOffloadConfig, Mode, Residency, format_bytes
 from .device_maps import CPU, DISK, device_value, shortest
+from .hostmemory import HostPlan
 from .tensors import ALIGNMENT
 
 
@@ -184,6 +185,7 @@ class OffloadPlan:
         slot_bytes, slots (`int`): The ring that all components share.
         budget (`int`, *optional*): Device bytes for weights (the activation reserve already taken off).
         together (`tuple[frozenset[str]]`): Sets of components that alternate within a step and so share the budget.
+        host (`HostPlan`, *optional*): In which tier each host copy lies, and the host memory that follows.
         provisional (`bool`): True until the execution order and the device's free memory are known.
 
     Example:
@@ -199,6 +201,7 @@ class OffloadPlan:
     together: tuple[frozenset[str], ...] = ()
     provisional: bool = True
     device: str = CPU
+    host: HostPlan | None = None
 
     def device_map(self, name: str) -> dict[str, int | str]:
         """The plan of one component as a device map that `accelerate.dispatch_model` takes, as short as possible.
@@ -254,7 +257,8 @@ class OffloadPlan:
             head += f" of {format_bytes(self.budget)}"
         if self.slots:
             head += f", ring of {self.slots} slots of {format_bytes(self.slot_bytes)}"
-        return "\n".join([head + (" (provisional)" if self.provisional else ""), *map(_line, self.components)])
+        lines = [head + (" (provisional)" if self.provisional else ""), *map(_line, self.components)]
+        return "\n".join([*lines, *([] if self.host is None else [str(self.host)])])
 
 
 def _line(component: ComponentPlan) -> str:

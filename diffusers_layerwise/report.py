@@ -9,6 +9,7 @@ from .config import format_bytes
 from .plan import ComponentPlan, OffloadPlan
 from .runtime import Runtime
 from .schedule import Schedule
+from .tiers import HostMemory, held, main_tier
 
 #: Raised when a key of `to_dict()` changes its meaning or goes away.
 VERSION = 1
@@ -37,7 +38,9 @@ class ComponentReport:
     peak_seen: int
     moved_bytes: int
     host_tier: str
+    host_bytes: dict[str, int]
     pinned_bytes: int
+    disk_bytes: int
     passes: int
     hits: int
     misses: int
@@ -56,7 +59,8 @@ class Report:
     `peak_predicted` and `peak_seen` count weight bytes on the execution device (ring, resident groups, fixed weights)
     under the plan in force; `peak_ever` is the highest since the handle was made;
     `moved_bytes` counts host-to-device copies of weights. `activation_reserve` is what the plan leaves to activations,
-    `profile` what mode `"auto"` goes by.
+    `profile` what mode `"auto"` goes by. `host_bytes` and `host_peak` are the host memory that weights and staging
+    take, and took at most; `disk_bytes` counts what was read from checkpoint files for them.
 
     Example:
         >>> print(pipe.layerwise_offload.report())
@@ -75,6 +79,10 @@ class Report:
     copies: int
     activation_reserve: int
     profile: str | None
+    host_budget: int | None
+    host_bytes: int
+    host_peak: int
+    disk_bytes: int
     components: tuple[ComponentReport, ...]
     notes: tuple[str, ...]
 
@@ -91,18 +99,32 @@ class Report:
             + _ring(self.ring_slots, self.ring_slot_bytes),
             *_table(self.components),
             *([f"profile: {self.profile}"] if self.profile is not None else []),
+            self._host(),
             *(f"note: {note}" for note in self.notes),
         ]
         lines += [f"note: {c.name}: {note}" for c in self.components for note in c.notes]
         return "\n".join(lines)
+
+    def _host(self) -> str:
+        text = f"host memory {format_bytes(self.host_bytes)} (peak {format_bytes(self.host_peak)})"
+        if self.host_budget is not None:
+            text += f" of {format_bytes(self.host_budget)}"
+        text += "".join(f"; {_tiers(component)}" for component in self.components)
+        return text + (f"; {format_bytes(self.disk_bytes)} read from files" if self.disk_bytes else "")
+
+
+def _tiers(component: ComponentReport) -> str:
+    held = " and ".join(f"{format_bytes(count)} {tier}" for tier, count in component.host_bytes.items())
+    return f"{component.name} {held}"
 
 
 def _ring(slots: int, slot_bytes: int) -> str:
     return f"; ring of {slots} slot{'s' * (slots > 1)} of {format_bytes(slot_bytes)}" if slots else ""
 
 
-def make_report(runtime: Runtime, notes: list[str]) -> Report:
+def make_report(runtime: Runtime, notes: list[str], host: HostMemory) -> Report:
     """Reads a runtime's plan and counters."""
+    host_bytes = host.count(runtime.schedules)
     plan, transfer = runtime.plan, runtime.transfer
     components = tuple(_component(s, plan, runtime) for s in runtime.schedules)
     return Report(
@@ -119,6 +141,10 @@ def make_report(runtime: Runtime, notes: list[str]) -> Report:
         transfer.copies,
         plan.reserve,
         None if runtime.terms.policy is None else str(runtime.terms.policy.profile),
+        None if host.plan is None else host.plan.budget,
+        host_bytes,
+        host.peak,
+        sum(c.disk_bytes for c in components),
         components,
         (*notes, *runtime.fitting.decision().notes),
     )
@@ -141,8 +167,10 @@ def _component(schedule: Schedule, plan: OffloadPlan, runtime: Runtime) -> Compo
         peak_predicted=part.fixed_bytes + part.resident_bytes + (plan.ring_bytes if part.largest_streamed else 0),
         peak_seen=account.peak + (plan.ring_bytes if account.in_ring else 0),
         moved_bytes=account.moved,
-        host_tier=schedule.store.tier.value,
+        host_tier=main_tier(schedule),
+        host_bytes=held(schedule),
         pinned_bytes=schedule.store.pinned_bytes,
+        disk_bytes=schedule.store.disk_bytes,
         passes=counters.passes,
         hits=counters.hits,
         misses=counters.misses,

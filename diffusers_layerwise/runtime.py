@@ -49,6 +49,7 @@ class Runtime:
         self.is_closed = False
         self.owner: object = None
         self.restructure: Callable[[Schedule], None] = lambda _: None
+        self.host_limit: Callable[[], int | None] = lambda: None
         self._is_torn = False
         self.sharing = Sharing(self)
         self._active: Schedule | None = None

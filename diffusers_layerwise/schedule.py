@@ -109,6 +109,10 @@ class Schedule:
         self.component, self.is_stale, self.record = component, False, []
         self._fix(component)
 
+    def units_and_fixed(self) -> list[Unit]:
+        """Every unit, and what stays on the device as one more."""
+        return [*self.component.units, self._fixed_unit]
+
     # ------------------------------------------------------------------ plan
     def spec(self) -> ComponentSpec:
         """This component as a plan sees it: units in execution order, with measured times if there are any."""
@@ -151,6 +155,7 @@ class Schedule:
     def pack(self) -> None:
         """Packs the units that were used, in the order of first use. Offloads all groups first."""
         self.renew()
+        self.store.settle()
         self.store.pack(unit for unit in self.order.sequence if unit.index in self.order.used)
 
     def _expect(self, order: Sequence[int]) -> None:

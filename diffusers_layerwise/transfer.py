@@ -149,6 +149,30 @@ class Transfer:
             assert lease.ready is not None
             lease.ready.record(self.copy_stream)
 
+    # What `reader` queues from its own thread, piece by piece, between these two.
+    def wait_until_free(self, lease: Lease) -> None:
+        """Puts the copy stream behind the last readers of a lease's memory."""
+        for event in lease.after if self.is_async else ():
+            if event is not None:
+                self.copy_stream.wait_event(event)
+
+    def record_ready(self, lease: Lease) -> None:
+        """Records a lease's ready event behind what the copy stream has been given so far."""
+        if lease.ready is not None:
+            lease.ready.record(self.copy_stream)
+
+    def queue_copies(self, copies: Sequence[Copy], done: torch.Event | None) -> None:
+        """Queues copies without a wait before or a ready event after them; `done` is reached when they are over."""
+        if not self.is_async:
+            for target, source in copies:
+                target.copy_(source)
+            return
+        with self._copying():
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+            if done is not None:
+                done.record(self.copy_stream)
+
     def _copying(self) -> Any:
         if hasattr(self.copy_stream, "__enter__"):
             return self.copy_stream

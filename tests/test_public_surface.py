@@ -128,6 +128,8 @@ def test_config_fields_and_defaults() -> None:
         "host": None,
         "activation_reserve": None,
         "device_map": None,
+        "host_memory_budget": "auto",
+        "checkpoint": None,
     }
 
 
