@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.set_defaults(run=run_plan)
     plan.add_argument("folder", help="a pipeline's folder, with model_index.json; weight files may be missing")
     plan.add_argument("--memory", metavar="SIZE", help="device memory to plan for, such as 8GiB")
+    plan.add_argument("--host-memory", metavar="SIZE", help="host memory for weights; the rest is read from files")
     for name in ("height", "width", "num-frames", "steps", "batch"):
         plan.add_argument(f"--{name}", type=_count, metavar="N", help=_HELP[name])
     plan.add_argument("--dtype", help="dtype of the weights: bf16, fp16, fp32; by default that of the files")
@@ -111,6 +112,7 @@ def run_plan(options: argparse.Namespace) -> str:
     plan = plan_layerwise_offload(
         options.folder,
         memory_budget=options.memory,
+        host_memory_budget=options.host_memory,
         hardware=options.hardware,
         mode=options.mode,
         components=options.components,

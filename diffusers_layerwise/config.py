@@ -68,6 +68,13 @@ class HostTier(str, enum.Enum):
         return self in (HostTier.PINNED, HostTier.PAGEABLE)
 
 
+class Embeddings(str, enum.Enum):
+    """Where the rows of embedding tables are looked up: on the `HOST`, or on the `DEVICE` like everything else."""
+
+    HOST = "host"
+    DEVICE = "device"
+
+
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*")
@@ -128,6 +135,9 @@ class LayerwiseOffloadConfig:
             take. `"auto"` is what the system and its control groups leave, less a reserve, divided among the processes
             of a launcher; None is no limit. Counts in `config` only.
         checkpoint (`str`, *optional*): The file or folder that the weights are in, where the model doesn't know it.
+        embeddings (`str`, *optional*): `"host"` leaves embedding tables on the host, looks rows up there and moves
+            those; `"device"` loads the tables. By default those of 16 MiB and more stay on the host where not
+            everything fits, but for a denoiser's.
         activation_reserve (`int` or `str`, *optional*): Bytes of the budget left to activations. 0 makes the budget
             weights only. By default a tenth of the budget, at most 2 GiB (0 for a bare module).
         device_map (`Mapping[str, int | str | torch.device]`, *optional*): accelerate's kind of map (as
@@ -148,6 +158,7 @@ class LayerwiseOffloadConfig:
     device_map: DeviceMap | None = None
     host_memory_budget: int | str | None = "auto"
     checkpoint: str | None = None
+    embeddings: Embeddings | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.prefetch, str):
@@ -169,6 +180,8 @@ class LayerwiseOffloadConfig:
             read = parse_bytes(self.host_memory_budget, "config.host_memory_budget ('auto', None, or bytes)")
             _set(self, "host_memory_budget", read)
         _set(self, "checkpoint", _path(self.checkpoint))
+        if self.embeddings is not None:
+            _set(self, "embeddings", _choice(Embeddings, self.embeddings, "config.embeddings"))
         if self.group_size is not None and self.group_size != "layer":
             _set(self, "group_size", parse_bytes(self.group_size, "config.group_size (bytes or 'layer')"))
         if self.activation_reserve is not None and self.activation_reserve != 0:

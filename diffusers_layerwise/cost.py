@@ -66,7 +66,8 @@ def component_spec(
     used = list(dict.fromkeys(order))
     sequence = used + [index for index in range(len(traced.units)) if index not in set(used)]
     at = {index: position for position, index in enumerate(sequence)}
-    units = tuple(UnitSpec(u.name, u.layer, u.size) for u in (traced.units[i] for i in sequence))
+    found = [traced.units[i] for i in sequence]
+    units = tuple(UnitSpec(u.name, u.layer, u.size, can_gather=u.can_gather) for u in found)
     return ComponentSpec(
         traced.name,
         units,
@@ -210,7 +211,12 @@ def component_seconds(
     part = plan.component(spec.name)
     used = set(spec.order)
     needed = sum(g.size for g in part.groups if not used.isdisjoint(range(g.start, g.stop)))
-    loads = needed / hardware.pinned if part.residency is Residency.USE or part.streamed_bytes else 0.0
+    read = sum(unit.size for position, unit in enumerate(part.units) if unit.is_read and position in used)
+    loads = (
+        max(needed / hardware.pinned, read / hardware.disk)
+        if part.residency is Residency.USE or part.streamed_bytes
+        else 0.0
+    )
     steps: list[tuple[int, float, float]] = []
     sequence = {unit.name: position for position, unit in enumerate(spec.units)}
     for one in traced.passes:

@@ -169,18 +169,27 @@ class SourceTable:
 
     Attributes:
         disk_bytes (`int`): Bytes read from files past the mapping so far.
+        loaded (`int`), seconds (`float`): Bytes that were brought from files, read or through the mapping, and how long
+            that took.
     """
 
     def __init__(self) -> None:
         self._views: list[View] = []
         self._starts: list[int] = []
         self.disk_bytes = 0
+        self.loaded = 0
+        self.seconds = 0.0
 
     def add(self, view: View) -> None:
         """Adds a view."""
         position = bisect.bisect(self._starts, view.start)
         self._starts.insert(position, view.start)
         self._views.insert(position, view)
+
+    def count(self, nbytes: int, seconds: float) -> None:
+        """Counts what was brought from files, and how long it took."""
+        self.loaded += nbytes
+        self.seconds += seconds
 
     def locate(self, pointer: int, count: int) -> tuple[Source, int] | None:
         """The file and offset that `count` bytes of memory from `pointer` on are a view of, or None."""

@@ -86,7 +86,7 @@ class Group:
             return False
         if binding.is_edited():
             binding.refresh()
-        if self.resident and not transfer.is_async:
+        if self.resident and not transfer.is_async and not (binding.is_read or binding.is_elsewhere):
             self._hold_in_place(1)
             binding.snapshot()
             self.state = GroupState.READY

@@ -102,6 +102,11 @@ class Route:
     sources: tuple[Source, ...]
     table: SourceTable
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether any of it is read past the mapping."""
+        return any(piece.source is not None for piece in self.pieces)
+
 
 def make_route(units: Sequence[Unit], store: HostStore) -> Route | None:
     """The way of a run of units that are read from files or through their mappings; None where none of them is."""
@@ -118,7 +123,7 @@ def make_route(units: Sequence[Unit], store: HostStore) -> Route | None:
             if found is not None:
                 sources[id(found[0])] = found[0]
             direct = found if tier is HostTier.FILE else None
-            parts.append(Part(extent.source, target, *(direct or (None, 0))))
+            parts.append(Part(extent.source, target + extent.shift(store.device), *(direct or (None, 0))))
             target += extent.size
     return Route(tuple(make_pieces(parts)), tuple(sources.values()), table) if sources else None
 

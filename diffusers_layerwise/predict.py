@@ -25,6 +25,7 @@ from .cost import (
     total_peak,
 )
 from .hardware import Hardware, resolve
+from .hostplans import component_reads, disk_use, within_host
 from .plan import Choice, OffloadPlan
 from .profiles import Outline, find_profile
 from .selection import Components, select
@@ -43,7 +44,7 @@ class ComponentPrediction:
     """One component under a plan. Bytes, FLOPs of all its passes in a call, and seconds.
 
     `pass_seconds` is a pass in steady state, `compute_seconds` the same without any wait, `call_seconds` all passes of
-    a call; None where no pass was traced. `error` says why.
+    a call; None where no pass was traced. `error` says why. `disk_bytes` are read from files in a call.
     """
 
     name: str
@@ -59,6 +60,7 @@ class ComponentPrediction:
     compute_seconds: float | None
     call_seconds: float | None
     error: str | None
+    disk_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +86,9 @@ class PredictedPlan(OffloadPlan):
         steps (`int`): Steps of the scheduler in that call.
         smallest_budget, resident_budget (`int`): From where on it runs, and from where on nothing streams.
         free_budget (`int`, *optional*): From about where on streaming costs nothing.
+        host_peak_bytes (`int`, *optional*): Host memory of weights and staging; None without a host budget.
+        disk_bytes (`int`), disk_step_seconds (`float`): Read from checkpoint files in a call, and how long that alone
+            takes in a step.
         notes (`tuple[str]`): What was assumed, and what could not be traced.
 
     Example:
@@ -103,15 +108,20 @@ class PredictedPlan(OffloadPlan):
     smallest_budget: int = 0
     resident_budget: int = 0
     free_budget: int | None = None
+    host_peak_bytes: int | None = None
+    disk_bytes: int = 0
+    disk_step_seconds: float = 0.0
     notes: tuple[str, ...] = ()
     problem: Problem | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def bound(self) -> str:
-        """What a step waits for: `"link"` or `"compute"`."""
+        """What a step waits for: `"link"`, `"disk"` or `"compute"`."""
         if self.step_seconds is None or self.compute_seconds is None:
             return "unknown"
-        return "link" if self.step_seconds > FREE * self.compute_seconds else "compute"
+        if self.step_seconds <= FREE * self.compute_seconds:
+            return "compute"
+        return "disk" if self.disk_step_seconds > self.step_seconds / 2 else "link"
 
     def sweep(self, budgets: Iterable[int | str]) -> list[PlanPoint]:
         """The same call under other budgets; those below the smallest are left out.
@@ -141,6 +151,7 @@ class PredictedPlan(OffloadPlan):
             "weights_peak_bytes": self.peak_bytes,
             "hardware": None if self.hardware is None else self.hardware.to_dict(),
             "predictions": [dataclasses.asdict(p) for p in self.predictions],
+            "host": None if self.host is None else {"budget": self.host.budget, "nbytes": self.host.nbytes},
             "notes": list(self.notes),
         }
         return values
@@ -157,6 +168,8 @@ class PredictedPlan(OffloadPlan):
             + (f"streaming is free from about {format_bytes(self.free_budget)}; " if self.free_budget else "")
             + f"all resident from {format_bytes(self.resident_budget)}",
         ]
+        if self.host is not None and self.problem is not None:
+            lines += [str(disk_use(self.problem, self)), *str(self.host).splitlines()[1:]]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
@@ -190,6 +203,7 @@ def plan_layerwise_offload(
     pipe_or_folder: DiffusionPipeline | str | Path,
     *,
     memory_budget: int | str | None = None,
+    host_memory_budget: int | str | None = None,
     hardware: Hardware | str | None = None,
     mode: str | Mode = "auto",
     components: Components = None,
@@ -208,6 +222,8 @@ def plan_layerwise_offload(
             `model_index.json` and the components' configs; weight files may be missing.
         memory_budget (`int` or `str`, *optional*): Device bytes for weights, ring and activations (`"8GiB"`). None:
             the hardware's memory less 5 %.
+        host_memory_budget (`int` or `str`, *optional*): Bytes of host memory for weights (`"16GiB"`); what doesn't fit
+            is read from its files. None: what `config` says in bytes, else no limit.
         hardware (`Hardware` or `str`, *optional*): The device, or the name of a preset (`"RTX 4090"`). None: the one
             that is here.
         mode, components, config: As for [`enable_layerwise_offload`].
@@ -228,6 +244,8 @@ def plan_layerwise_offload(
     """
     chosen_mode, options = read_mode(mode), LayerwiseOffloadConfig.read(config)
     budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
+    host = options.host_memory_budget if isinstance(options.host_memory_budget, int) else None
+    host = host if host_memory_budget is None else parse_bytes(host_memory_budget, "host_memory_budget")
     notes: list[str] = []
     device = resolve(hardware, notes)
     declared: Any = pipe_or_folder
@@ -247,7 +265,7 @@ def plan_layerwise_offload(
         notes.append(f"profile {found}")
         policy = auto.Policy(found, budget is not None, components is not None, free=device.memory)
         problem = dataclasses.replace(problem, policy=policy)
-    return predict(problem, int(device.memory * (1 - MARGIN)) if budget is None else budget, notes)
+    return predict(problem, int(device.memory * (1 - MARGIN)) if budget is None else budget, notes, host)
 
 
 def make_problem(
@@ -275,13 +293,19 @@ def make_problem(
     return Problem(trace, tuple(specs), hardware, mode, residency, options.activation_reserve)
 
 
-def predict(problem: Problem, budget: int | None, notes: Iterable[str] = ()) -> PredictedPlan:
-    """A plan for a budget, with what it will take.
+def predict(
+    problem: Problem, budget: int | None, notes: Iterable[str] = (), host_budget: int | None = None
+) -> PredictedPlan:
+    """A plan for a budget, with what it will take; `host_budget` are bytes of host memory, None is no limit.
 
     Raises:
         torch.OutOfMemoryError: The budget is below the smallest that works.
     """
     plan = solve(problem, budget)
+    problem, host = within_host(problem, plan, host_budget)
+    if host is not None:
+        plan = dataclasses.replace(solve(problem, budget), host=host)
+    disk = disk_use(problem, plan)
     if budget is not None:
         request = problem.request(budget, plan.reserve)
         notes = [*notes, *auto.decide(problem.specs, request, problem.policy).notes]
@@ -302,6 +326,9 @@ def predict(problem: Problem, budget: int | None, notes: Iterable[str] = ()) -> 
         smallest_budget=smallest_budget(problem)[0],
         resident_budget=resident_budget(problem),
         free_budget=free_budget(problem, plan),
+        host_peak_bytes=disk.host_peak,
+        disk_bytes=disk.nbytes,
+        disk_step_seconds=disk.step_seconds,
         notes=(*notes, *_notes(problem, plan, peak, budget)),
         problem=problem,
     )
@@ -327,6 +354,7 @@ def _predictions(problem: Problem, plan: OffloadPlan) -> tuple[ComponentPredicti
                 None if seconds is None else seconds.compute / max(1, traced.calls),
                 None if seconds is None else seconds.call,
                 traced.error,
+                component_reads(problem, part),
             )
         )
     return tuple(found)

@@ -15,24 +15,18 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
-import ctypes
-import mmap
 import os
 import threading
+import time
 import weakref
-from typing import Any
 
-import torch
-
-from . import platform
 from .errors import LayerwiseOffloadError
-from .files import PAGE, Pagemap, SourceTable
+from .files import Pagemap, SourceTable
 from .host import HostStore
-from .pieces import PIECE_BYTES, SECTOR, Piece, Route, read_into
+from .pieces import Piece, Route, read_into
+from .staging import Buffer, Porter, Staging
 from .transfer import Lease, Transfer, plain_tensors
 
-#: Staging buffers of each accelerator. They bound how far reading runs ahead of copying.
-BUFFERS = 8
 #: Seconds after which a caller that waits looks whether the courier is still alive.
 PATIENCE = 0.5
 
@@ -94,48 +88,12 @@ class Ticket:
         self.courier.forget(self)
 
 
-# ---------------------------------------------------------------------- the thread
-class _Buffer:
-    """Page-aligned host memory that one piece is read into. `free` is reached when the piece has been copied out."""
-
-    def __init__(self, transfer: Transfer) -> None:
-        count = PIECE_BYTES + 2 * SECTOR
-        self.free = transfer.event()
-        self.is_used = False
-        self._locked: Any = None
-        with plain_tensors():
-            self.tensor = self._allocate(transfer, count)
-        at = self.tensor.data_ptr()
-        self.memory = memoryview((ctypes.c_char * self.tensor.numel()).from_address(at)).cast("B")
-
-    def _allocate(self, transfer: Transfer, count: int) -> torch.Tensor:
-        if transfer.is_async and not platform.can_pin_in_place(transfer.device):
-            with contextlib.suppress(RuntimeError):
-                whole = platform.new_pinned(count + PAGE, transfer.device)
-                return whole.narrow(0, -whole.data_ptr() % PAGE, count)
-        tensor = torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8)
-        if transfer.is_async:
-            # Not locked, copies are staged by the driver: slower, and as right.
-            with contextlib.suppress(RuntimeError):
-                platform.pin_in_place(tensor)
-                self._locked = weakref.finalize(self, _unpin, tensor.data_ptr(), os.getpid())
-        return tensor
-
-    def wait(self) -> None:
-        """Waits on the host, in the courier's thread, until the last piece has left the buffer."""
-        if self.is_used and self.free is not None:
-            self.free.synchronize()
-        self.is_used = False
-
-
-def _unpin(pointer: int, pid: int) -> None:
-    """In a forked child memory isn't locked, and the device can't be asked."""
-    if pid == os.getpid():
-        platform.unpin_in_place(pointer)
-
-
+# ---------------------------------------------------------------------- the threads
 class Courier:
     """The thread that reads, one for a process. It starts with the first load, and ends with its last user.
+
+    On an accelerator it queues the copies as well, which takes no time. On a CPU a copy does take time, in which
+    nothing would be read: there a porter does it, a second thread that is given piece after piece in order.
 
     Attributes:
         lock (`threading.Lock`): Held while a piece is delivered, and by whoever takes a group's memory away meanwhile.
@@ -147,15 +105,15 @@ class Courier:
         self._condition = threading.Condition()
         self._queue: collections.deque[Ticket] = collections.deque()
         self._is_ending = False
-        self._buffers: dict[torch.device, list[_Buffer]] = {}
-        self._next: dict[torch.device, int] = {}
+        self._staging = Staging()
         self._pages = Pagemap() if os.path.exists("/proc/self/pagemap") else None
         self._thread: threading.Thread | None = None
+        self._porter = Porter(self._hand_over)
         self.users: set[int] = set()
 
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread is not None and self._thread.is_alive()
+        """Whether the thread runs, and on a CPU the one that copies for it."""
+        return self._thread is not None and self._thread.is_alive() and not self._porter.is_stuck()
 
     def send(self, ticket: Ticket) -> None:
         """Queues a load, behind those that were queued before."""
@@ -181,22 +139,21 @@ class Courier:
             self._queue.remove(ticket)
 
     def end(self) -> None:
-        """Ends the thread and frees the buffers."""
+        """Ends the threads and frees the buffers."""
         thread = self._thread
         with self._condition:
             self._is_ending = True
             self._condition.notify()
         if thread is not None and thread is not threading.current_thread():
             thread.join()
-            for buffers in self._buffers.values():
-                for buffer in buffers:
-                    buffer.wait()
-        self._thread, self._buffers, self._next = None, {}, {}
+            self._porter.end()
+            self._staging.free()
+        self._thread = None
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of host memory that the staging buffers take."""
-        return sum(buffer.tensor.numel() for buffers in list(self._buffers.values()) for buffer in buffers)
+        return self._staging.nbytes
 
     def _run(self) -> None:
         while True:
@@ -206,51 +163,76 @@ class Courier:
                 if self._is_ending:
                     return
                 ticket = self._queue.popleft()
+            error: BaseException | None = None
             try:
-                self._carry(ticket)
-            except BaseException as error:  # kept for the caller, whose thread is the place to raise it
-                with self.lock:
-                    ticket.error = error
-                    if ticket.is_started and not ticket.is_cancelled:
-                        ticket.transfer.record_ready(ticket.lease)
-            finally:
-                ticket.done.set()
-            del ticket  # nothing is kept alive by a thread that waits
+                self._read(ticket)
+            except BaseException as found:  # kept for the caller, whose thread is the place to raise it
+                error = found
+            try:
+                self._pass_on(ticket, None, None, error)
+            except BaseException as found:  # the porter has died
+                self._finish(ticket, error or found)
+            del ticket, error  # nothing is kept alive by a thread that waits
 
-    def _carry(self, ticket: Ticket) -> None:
-        transfer = ticket.transfer
+    def _read(self, ticket: Ticket) -> None:
+        transfer, table = ticket.transfer, ticket.route.table
         for source in ticket.route.sources:
             source.check()  # before memory is touched: there is none behind a mapping of what was cut off
         with plain_tensors():
             for piece in ticket.route.pieces:
                 buffer = None
                 if piece.source is not None or transfer.is_async:
-                    buffer = self._buffer(transfer)
-                    self._fill(piece, buffer, ticket.route.table)
+                    buffer = self._staging.next(transfer, self._porter.is_alive)
+                    begin = time.perf_counter()
+                    self._fill(piece, buffer, table)
+                    table.count(piece.length, time.perf_counter() - begin)
                 if self._is_ending:
                     raise LayerwiseOffloadError(f"{ticket.name} is no longer read: the thread that does it has to end.")
-                with self.lock:
-                    if ticket.is_cancelled:
-                        return
+                self._pass_on(ticket, piece, buffer, None)
+                if ticket.is_cancelled:
+                    return
+
+    def _pass_on(self, ticket: Ticket, piece: Piece | None, buffer: Buffer | None, error: BaseException | None) -> None:
+        """A piece goes to the device, or (without one) the load is over: now, or by the porter."""
+        if ticket.transfer.is_async:
+            self._hand_over(ticket, piece, buffer, error)
+            return
+        if buffer is not None:
+            buffer.is_idle.clear()
+        self._porter.give((ticket, piece, buffer, error))
+
+    def _hand_over(
+        self, ticket: Ticket, piece: Piece | None, buffer: Buffer | None, error: BaseException | None
+    ) -> None:
+        if piece is None:
+            self._finish(ticket, error)
+            return
+        try:
+            with self.lock, plain_tensors():
+                if not ticket.is_cancelled and ticket.error is None:
                     _deliver(ticket, piece, buffer)
-        with self.lock:
-            if not ticket.is_cancelled:
-                if not ticket.is_started:
+        except BaseException as found:
+            ticket.error = found
+        finally:
+            if buffer is not None:
+                buffer.is_idle.set()
+
+    def _finish(self, ticket: Ticket, error: BaseException | None) -> None:
+        try:
+            with self.lock:
+                ticket.error = ticket.error or error
+                if ticket.is_cancelled:
+                    return
+                if ticket.error is None and not ticket.is_started:
                     _begin(ticket)
-                transfer.record_ready(ticket.lease)
+                if ticket.is_started:
+                    ticket.transfer.record_ready(ticket.lease)
+        except BaseException as found:
+            ticket.error = ticket.error or found
+        finally:
+            ticket.done.set()
 
-    def _buffer(self, transfer: Transfer) -> _Buffer:
-        held = self._buffers.setdefault(transfer.device, [])
-        count = BUFFERS if transfer.is_async else 1
-        position = self._next.get(transfer.device, 0)
-        if len(held) < count:
-            position = len(held)
-            held.append(_Buffer(transfer))
-        self._next[transfer.device] = (position + 1) % count
-        held[position].wait()
-        return held[position]
-
-    def _fill(self, piece: Piece, buffer: _Buffer, table: SourceTable) -> None:
+    def _fill(self, piece: Piece, buffer: Buffer, table: SourceTable) -> None:
         if piece.source is None:
             for offset, memory, _ in piece.slices:
                 buffer.tensor.narrow(0, offset, memory.numel()).copy_(memory)
@@ -268,18 +250,21 @@ def _begin(ticket: Ticket) -> None:
     ticket.transfer.wait_until_free(ticket.lease)
 
 
-def _deliver(ticket: Ticket, piece: Piece, buffer: _Buffer | None) -> None:
+def _deliver(ticket: Ticket, piece: Piece, buffer: Buffer | None) -> None:
     """Queues a piece's copies; the courier's lock is held."""
-    lease, transfer = ticket.lease, ticket.transfer
+    lease, transfer, table = ticket.lease, ticket.transfer, ticket.route.table
     if not ticket.is_started:
         _begin(ticket)
     copies = []
     for offset, memory, target in piece.slices:
         source = memory if buffer is None else buffer.tensor.narrow(0, offset, memory.numel())
         copies.append((lease.buffer.narrow(0, lease.offset + target, memory.numel()), source))
+    begin = time.perf_counter()
     transfer.queue_copies(copies, None if buffer is None else buffer.free)
-    if buffer is not None:
-        buffer.is_used = True
+    if buffer is None:
+        table.count(piece.length, time.perf_counter() - begin)
+    else:
+        buffer.is_used = transfer.is_async
 
 
 # ---------------------------------------------------------------------- one for a process

@@ -22,7 +22,9 @@ class ComponentReport:
     `peak_predicted` and `peak_seen` count what it holds itself and, if it streams, the ring that all share.
     `hits` and `misses` count uses of streamed groups that had been prefetched or had to be loaded on demand;
     `stall` is the time of one measured pass that compute waited for copies, None before it was measured.
-    `step_measured` and `activation_peak` are what `step_predicted` and the report's `activation_reserve` turned out as.
+    `gathered_bytes` are embedding tables that stay on the host, `read_bytes` are read from files in each pass, which
+    alone is predicted to take `read_predicted`; `step_measured` and `activation_peak` are what `step_predicted` and the
+    report's `activation_reserve` turned out as.
     """
 
     name: str
@@ -49,6 +51,9 @@ class ComponentReport:
     step_predicted: float | None
     step_measured: float | None
     activation_peak: int | None
+    gathered_bytes: int
+    read_bytes: int
+    read_predicted: float
     notes: tuple[str, ...]
 
 
@@ -110,7 +115,11 @@ class Report:
         if self.host_budget is not None:
             text += f" of {format_bytes(self.host_budget)}"
         text += "".join(f"; {_tiers(component)}" for component in self.components)
-        return text + (f"; {format_bytes(self.disk_bytes)} read from files" if self.disk_bytes else "")
+        if self.disk_bytes:
+            each = sum(component.read_predicted for component in self.components)
+            text += f"; {format_bytes(self.disk_bytes)} read from files"
+            text += f" ({each:.3f} s for a pass of each)" if each else ""
+        return text
 
 
 def _tiers(component: ComponentReport) -> str:
@@ -179,6 +188,9 @@ def _component(schedule: Schedule, plan: OffloadPlan, runtime: Runtime) -> Compo
         step_predicted=part.step,
         step_measured=runtime.fitting.clock.seconds(schedule.name),
         activation_peak=runtime.fitting.need_of(schedule.name),
+        gathered_bytes=part.gathered_bytes,
+        read_bytes=part.read_bytes,
+        read_predicted=part.read_seconds,
         notes=tuple(schedule.store.notes),
     )
 

@@ -20,7 +20,6 @@ from .schedule import Schedule
 from .search import Request, steady_step
 from .sharing import Sharing
 from .shortage import Planning, Shortage
-from .simulate import Link
 from .tensors import ALIGNMENT
 from .terms import Terms
 from .transfer import Ring, Transfer
@@ -80,7 +79,7 @@ class Runtime:
             self.fitting.total,
             self.terms.reserve if self.terms.has_calls else self.terms.reserve or 0,
             self.terms.residency,
-            self.tuner.link or Link(),
+            self.tuner.link_for(self.schedules),
             self.sharing.sorted(),
             provisional=self.is_provisional(),
             strict=strict,
@@ -357,7 +356,7 @@ class Runtime:
         """The plan with a component's new times, where it is enough faster than the one in force."""
         if not self.plan.component(schedule.name).largest_streamed or self.plan.mode not in (Mode.AUTO, Mode.SPEED):
             return None
-        spec, link = schedule.spec(), self.tuner.link or Link()
+        spec, link = schedule.spec(), self.tuner.link_for(self.schedules)
         new = self._make_plan()
         return new if steady_step(spec, new, link) < WORTHWHILE * steady_step(spec, self.plan, link) else None
 

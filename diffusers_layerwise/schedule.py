@@ -138,6 +138,9 @@ class Schedule:
         """
         self.drop_all()
         self.ring = ring
+        tables = {unit.name for unit in plan.units if unit.gathered}
+        for unit in self.order.sequence:
+            unit.is_gathered = unit.name in tables
         if self.order.used or all(group.resident for group in plan.groups):
             cuts = [(g.name, g.start, g.stop, g.resident) for g in plan.groups]
         else:
@@ -145,7 +148,9 @@ class Schedule:
         groups: list[Group] = []
         group_of: dict[int, Group] = {}
         for name, start, stop, resident in cuts:
-            units = self.order.sequence[start:stop]
+            units = [unit for unit in self.order.sequence[start:stop] if not unit.is_gathered]
+            if not units:
+                continue
             group = Group(f"{self.name}.{name}", units, self.store, self.transfer, self.account, resident)
             groups.append(group)
             group_of.update((unit.index, group) for unit in units)
@@ -164,6 +169,7 @@ class Schedule:
         for group in self.groups:
             runs.append((start, start + len(group.units)))
             start += len(group.units)
+        order = [index for index in order if index in self._group_of]
         self._course.expect([(self.groups[g], b - a) for g, a, b in group_uses(positions(order, units), runs)])
 
     # ------------------------------------------------------------------ use

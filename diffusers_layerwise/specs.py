@@ -22,7 +22,20 @@ def unit_specs(sequence: Sequence[Unit], store: HostStore) -> tuple[UnitSpec, ..
         place = store.place(unit)
         away = UNPACKED if store.tier_of(unit).takes_memory else READ
         chunk = away if place is None else chunks.setdefault(id(place.chunk), len(chunks))
-        specs.append(UnitSpec(unit.name, unit.layer, unit.size, chunk, unit.resident, unit.on_disk, unit.tensors))
+        is_read = place is None and (unit.on_disk or not store.tier_of(unit).takes_memory)
+        specs.append(
+            UnitSpec(
+                unit.name,
+                unit.layer,
+                unit.size,
+                chunk,
+                unit.resident,
+                unit.on_disk,
+                unit.tensors,
+                is_read,
+                unit.can_gather,
+            )
+        )
     return tuple(specs)
 
 

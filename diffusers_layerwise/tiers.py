@@ -23,8 +23,9 @@ from .hostmemory import (
 )
 from .pieces import PIECE_BYTES, SECTOR
 from .plan import ComponentPlan
-from .reader import BUFFERS, staging_bytes
+from .reader import staging_bytes
 from .schedule import Schedule
+from .staging import BUFFERS, CPU_BUFFERS
 
 HOW_TO_LOAD = (
     "Load it with from_pretrained from safetensors files, with the dtype that they have and without moving it, or name "
@@ -125,7 +126,8 @@ class HostMemory:
         items = [item for schedule in due for item in self._items(schedule, residents)]
         items += [_item_of(schedule, unit, tier) for schedule in others for unit, tier in _tiers(schedule)]
         if budget is not None:
-            budget = max(0, budget - self._staging(is_async))
+            small = sum(schedule.component.fixed_size for schedule in [*due, *others])
+            budget = max(0, budget - small - self._staging(is_async))
         self.plan = assign_tiers(items, budget, kept, read)
         for schedule in due:
             if schedule.config.host is None and schedule.store.table is not None:
@@ -163,7 +165,7 @@ class HostMemory:
         return found + owned
 
     def _staging(self, is_async: bool) -> int:
-        return (BUFFERS if is_async else 1) * (PIECE_BYTES + 2 * SECTOR)
+        return (BUFFERS if is_async else CPU_BUFFERS) * (PIECE_BYTES + 2 * SECTOR)
 
     # ------------------------------------------------------------------ counting
     def count(self, schedules: Iterable[Schedule]) -> int:

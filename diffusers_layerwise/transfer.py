@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .tensors import ALIGNMENT
+from .tensors import ALIGNMENT, move_bytes
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 _serials = itertools.count()
@@ -165,7 +165,7 @@ class Transfer:
         """Queues copies without a wait before or a ready event after them; `done` is reached when they are over."""
         if not self.is_async:
             for target, source in copies:
-                target.copy_(source)
+                move_bytes(target, source)
             return
         with self._copying():
             for target, source in copies:

@@ -46,6 +46,11 @@ def couriers() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == NAME]
 
 
+def porters() -> list[threading.Thread]:
+    """The threads that copy what was read, on a CPU."""
+    return [thread for thread in threading.enumerate() if thread.name == "layerwise-porter"]
+
+
 def streamed(module: torch.nn.Module, device: str, tier: str = "file") -> OffloadHandle:
     """Streams a module from its files."""
     return models.stream(module, device=device, config={"host": tier})
@@ -149,10 +154,11 @@ def test_the_thread_starts_with_the_first_pass_and_ends_with_the_last_handle(dev
     run(two, x())
     assert len(couriers()) == 1
     assert couriers()[0].daemon
+    assert len(porters()) == (device == "cpu")
     handles[0].remove()
     assert len(couriers()) == 1
     handles[1].remove()
-    assert couriers() == []
+    assert couriers() == porters() == []
     assert reader.staging_bytes() == 0
 
 
@@ -496,7 +502,7 @@ def test_a_process_that_ends_while_weights_are_read_ends_well(tmp_path: Path) ->
     script = f"""
         import atexit, os, threading
         # Runs last: a thread that is inside torch when the interpreter goes away ends the process with an abort.
-        atexit.register(lambda: os._exit(3 if any(t.name == {NAME!r} for t in threading.enumerate()) else 0))
+        atexit.register(lambda: os._exit(3 if any("layerwise" in t.name for t in threading.enumerate()) else 0))
         import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
         import torch, models
         from safetensors.torch import load_file
