@@ -126,7 +126,8 @@ def simulate(
 ) -> Outcome:
     """Runs passes over a ring and returns the last one, when wrap-around has settled.
 
-    Reads from files are a queue of their own: what lies in memory doesn't wait for it.
+    Reads from files are a queue of their own: what lies in memory doesn't wait for it. What has no bytes on the device
+    (an embedding table that stays on the host) isn't loaded.
 
     Args:
         line (`Timeline`): The group uses of a pass.
@@ -135,7 +136,6 @@ def simulate(
         link (`Link`): The copy stream.
     """
     steps = len(line.groups)
-    # What has no bytes on the device (an embedding table that stays on the host) isn't loaded.
     resident = [kept or not size for kept, size in zip(resident, sizes, strict=True)]
     loads = [(p, g) for p in range(passes * steps) if not resident[g := line.groups[p % steps]]]
     ring = _Ring(slot_bytes, count)

@@ -17,8 +17,8 @@ ORDER = """
     selection profiles simulate placement rings gather search auto pieces transfer staging reader binding group demand
     measure specs order course schedule tuning passes checkpoints tiers sharing shortage activations clock terms
     fitting locks runtime inputs attempt copies hooks patches moves weights_maps dispatched conflicts report mapping
-    components slots adoption members handle switches pipeline flops live twins fake standins skeleton trace recorder
-    cache tracing hardware cost hostplans predict rivals cli __init__ __main__
+    components slots adoption members handle switches pipeline flops live twins fake standins skeleton trace repeats
+    recorder cache tracing hardware cost hostplans predict planning rivals cli __init__ __main__
 """.split()
 """Each module imports only from those before it."""
 

@@ -130,6 +130,7 @@ def test_config_fields_and_defaults() -> None:
         "device_map": None,
         "host_memory_budget": "auto",
         "checkpoint": None,
+        "embeddings": None,
     }
 
 
