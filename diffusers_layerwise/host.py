@@ -91,6 +91,7 @@ class HostStore:
         self.notes: list[str] = []
         self.was_interrupted = False
         self._is_full = False
+        self._is_resting = False
         self._places: dict[Unit, Place] = {}
         self._chunks: list[Chunk] = []
 
@@ -113,6 +114,24 @@ class HostStore:
         """Where a unit was packed; None when it still lies where it was loaded."""
         return self._places.get(unit)
 
+    def is_staged(self, unit: Unit) -> bool:
+        """Whether a unit was packed into memory that couldn't be page-locked: copies from there hold up the host."""
+        place = self._places.get(unit)
+        return place is not None and not place.chunk.pinned and self.device.type != "cpu"
+
+    def rest(self) -> None:
+        """Unlocks memory that was locked in place, while the component is idle. Idempotent; [`wake`] locks it again."""
+        self._is_resting = True
+        for chunk in self._chunks:
+            chunk.unlock()
+
+    def wake(self) -> None:
+        """Locks what [`rest`] unlocked. Idempotent."""
+        if self._is_resting:
+            self._is_resting = False
+            for chunk in self._chunks:
+                self._lock(chunk)
+
     def forget(self, unit: Unit) -> None:
         """Drops a unit's place after its tensors were replaced; its bytes are then read from the new tensors."""
         place = self._places.pop(unit, None)
@@ -134,7 +153,7 @@ class HostStore:
     @property
     def pinned_bytes(self) -> int:
         """Bytes of page-locked memory held."""
-        return sum(c.buffer.numel() for c in self._chunks if c.pinned)
+        return 0 if self._is_resting else sum(c.buffer.numel() for c in self._chunks if c.pinned)
 
     def pack(self, units: Iterable[Unit]) -> None:
         """Packs units that have no place yet, in the order given; each chunk's sources are freed once it is full.
@@ -202,7 +221,12 @@ class HostStore:
 
     def _note_failure(self, count: int, error: RuntimeError) -> None:
         # A failed pin looks like a device out-of-memory in some drivers' wording: say which memory it was.
-        self.notes.append(f"{format_bytes(count)} of host memory could not be page-locked, copies are staged: {error}")
+        self.notes.append(
+            f"{format_bytes(count)} of host memory could not be page-locked, so copies go through a small page-locked "
+            f"ring: {error}"
+        )
+        if self.table is None:
+            self.table = SourceTable()  # what the reader keeps its account of
 
     def release(self) -> None:
         """Makes every host copy ordinary memory again: unlocked in place, or copied out of the pinned pool."""

@@ -109,15 +109,19 @@ class Route:
 
 
 def make_route(units: Sequence[Unit], store: HostStore) -> Route | None:
-    """The way of a run of units that are read from files or through their mappings; None where none of them is."""
+    """How a run of units is loaded that isn't copied in one go; None where it is.
+
+    That are units which are read from files or through their mappings, or lie in memory that couldn't be page-locked.
+    """
     table = store.table
     if table is None:
         return None
     parts: list[Part] = []
     sources: dict[int, Source] = {}
-    target = 0
+    target, is_staged = 0, False
     for unit in units:
         tier = store.tier_of(unit)
+        is_staged |= store.is_staged(unit)
         for extent in unit.extents:
             found = None if tier.takes_memory else table.locate(extent.source.data_ptr(), extent.nbytes)
             if found is not None:
@@ -125,7 +129,7 @@ def make_route(units: Sequence[Unit], store: HostStore) -> Route | None:
             direct = found if tier is HostTier.FILE else None
             parts.append(Part(extent.source, target + extent.shift(store.device), *(direct or (None, 0))))
             target += extent.size
-    return Route(tuple(make_pieces(parts)), tuple(sources.values()), table) if sources else None
+    return Route(tuple(make_pieces(parts)), tuple(sources.values()), table) if sources or is_staged else None
 
 
 def read_into(source: Source, memory: memoryview, start: int, length: int) -> int:

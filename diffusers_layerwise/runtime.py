@@ -248,7 +248,7 @@ class Runtime:
         self._depth = 0
 
     def release(self) -> None:
-        """Gives all device memory back until the next pass. Idempotent."""
+        """Gives all device memory back until the next pass, and unlocks host memory. Idempotent."""
         with self.lock:
             if self.is_closed or self.transfer.is_elsewhere:
                 return
@@ -256,6 +256,7 @@ class Runtime:
             self._active = None
             for schedule in self.schedules:
                 schedule.leave()
+                schedule.store.rest()
             if self.ring is not None:
                 self.ring.close()
 

@@ -175,6 +175,7 @@ class Schedule:
     # ------------------------------------------------------------------ use
     def enter(self) -> None:
         """Starts a use: loads what stays resident whoever runs. Idempotent; renews what was replaced meanwhile."""
+        self.store.wake()
         if self.fixed is None:
             return
         if self.fixed.state is GroupState.READY and self.fixed.outdated():
