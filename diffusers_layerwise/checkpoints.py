@@ -80,6 +80,16 @@ def search(component: Component, checkpoint: str | None = None) -> Search:
     return Search(findings + by_name, missing, folders)
 
 
+def why_unreadable(found: Search) -> str | None:
+    """Says which of the files can't be opened, and why; None when all can. They are closed again."""
+    for path in dict.fromkeys(finding.path for finding in found.findings):
+        try:
+            os.close(os.open(path, os.O_RDONLY))
+        except OSError as error:
+            return f"{path} can't be opened: {error.strerror}"
+    return None
+
+
 def take(component: Component, found: Search) -> tuple[SourceTable, int]:
     """Makes weights views of the files they are in, where they aren't yet and where every byte is the same.
 

@@ -69,6 +69,12 @@ class HostMemory:
             found = checkpoints.search(schedule.component, schedule.config.checkpoint)
             if is_read and tier is not None and schedule.component.units and not found.findings:
                 raise _not_in_files(schedule, tier, found.folders)
+            reason = checkpoints.why_unreadable(found) if is_read else None
+            if reason is not None and tier is not None:
+                raise LayerwiseOffloadError(
+                    f"config.host={tier.value!r} for {schedule.name!r}, but {reason}. Make it readable, or leave "
+                    f"config.host out."
+                )
             needed += found.missing if tier is None or is_read else schedule.component.streamable
         if isinstance(self.asked, int):
             needed += sum(count for each in kept for tier, count in held(each).items() if HostTier(tier).takes_memory)

@@ -249,6 +249,31 @@ def test_a_file_that_changed_is_an_error_that_says_so(device: str, fault: str, t
     assert torch.equal(run(module, x()), expected)
 
 
+def test_a_file_that_cannot_be_read_is_refused_by_name_before_anything_is_touched(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = chain(tmp_path)
+    expected = run(module, x())
+    real = os.open
+
+    def refusing(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if str(path).endswith(".safetensors"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, flags, *rest, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refusing)
+        with pytest.raises(LayerwiseOffloadError, match=r"model\.safetensors can't be opened: Permission denied"):
+            streamed(module, device)
+        assert not hasattr(module, "_hf_hook")
+        # Chosen by the plan, it stays in its map, which is open already.
+        handle = models.stream(module, device=device)
+        assert torch.equal(run(module, x()), expected)
+        handle.remove()
+    streamed(module, device)
+    assert torch.equal(run(module, x()), expected)
+
+
 class Disk:
     """Stands for `os.preadv`, and fails as told."""
 
