@@ -146,7 +146,7 @@ class HostStore:
         with torch.inference_mode(False), torch.no_grad():
             buffer, offset = torch.empty(ALIGNMENT + unit.size, dtype=torch.uint8), ALIGNMENT
             for extent in unit.extents:
-                move_extent(extent, buffer, offset)
+                move_extent(extent, buffer, offset + extent.shift(self.device))
                 offset += extent.size
         self.forget(unit)
 
@@ -187,7 +187,7 @@ class HostStore:
         for unit in units:
             places[unit] = Place(chunk, offset, unit.size)
             for extent in unit.extents:
-                move_extent(extent, chunk.buffer, offset)
+                move_extent(extent, chunk.buffer, offset + extent.shift(self.device))
                 offset += extent.size
         self._lock(chunk)
         self._chunks.append(chunk)

@@ -16,6 +16,7 @@ from .errors import LayerwiseOffloadError
 from .fitting import WORTHWHILE, Fitting
 from .passes import PassLog
 from .plan import OffloadPlan
+from .readahead import ReadAhead
 from .schedule import Schedule
 from .search import Request, steady_step
 from .sharing import Sharing
@@ -50,6 +51,7 @@ class Runtime:
         self.restructure: Callable[[Schedule], None] = lambda _: None
         self.host_limit: Callable[[], int | None] = lambda: None
         self._is_torn = False
+        self._ahead = ReadAhead()
         self.sharing = Sharing(self)
         self._active: Schedule | None = None
         self.tuner = Tuner(transfer)
@@ -253,6 +255,7 @@ class Runtime:
             if self.is_closed or self.transfer.is_elsewhere:
                 return
             self._follow_stream()
+            self._ahead.stop()
             self._active = None
             for schedule in self.schedules:
                 schedule.leave()
@@ -263,6 +266,7 @@ class Runtime:
     def close(self) -> None:
         """The hooks were removed: from here on this does nothing any more."""
         self.is_closed = True
+        self._ahead.stop()
         for schedule in self.schedules:
             schedule.close()
 
@@ -306,6 +310,7 @@ class Runtime:
         self.shortage.within_less(lambda: self._take_memory(schedule))
         self.tuner.start(schedule)
         schedule.begin_pass()
+        self._ahead.start(schedule)
         self.fitting.begin_pass(schedule)
 
     def _take_memory(self, schedule: Schedule) -> None:

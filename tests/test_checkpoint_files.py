@@ -18,6 +18,7 @@ import models
 from diffusers_layerwise import LayerwiseOffloadError, apply_layerwise_offload, checkpoints, files, reader, tiers
 from diffusers_layerwise.discovery import discover
 from factory import CASES
+from factory import run as call
 from models import numbers, run, tokens
 
 linux_only = pytest.mark.skipif(not files.can_tell_edits(), reason="this system doesn't tell what was edited")
@@ -153,6 +154,26 @@ def test_weights_are_found_in_every_layout_of_a_folder(layout: str, is_mapped: b
     fresh = UNet2DModel.from_pretrained(tmp_path, **variant)
     for (name, p), q in zip(model.named_parameters(), fresh.parameters(), strict=True):
         assert torch.equal(p, q), name
+
+
+def test_a_model_of_a_single_file_streams_from_that_file(device: str, tmp_path: Path) -> None:
+    from diffusers import FluxTransformer2DModel
+
+    pipe = CASES["flux"].build()
+    pipe.transformer.save_pretrained(tmp_path / "transformer")
+    file = tmp_path / "one.safetensors"
+    os.replace(tmp_path / "transformer" / "diffusion_pytorch_model.safetensors", file)
+    model = FluxTransformer2DModel.from_single_file(
+        str(file), config=str(tmp_path), subfolder="transformer", torch_dtype=torch.float32
+    )
+    pipe.transformer = model
+    expected = call("flux", pipe)
+    handle = pipe.enable_layerwise_offload({"transformer": {"host": "file"}}, "memory", onload_device=device)
+    for _ in range(2):
+        assert torch.equal(call("flux", pipe), expected)
+    part = next(c for c in handle.report().components if c.name == "transformer")
+    assert part.disk_bytes > 0
+    assert part.host_bytes["file"] > 0.9 * sum(part.host_bytes.values())
 
 
 def test_weights_are_found_in_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,8 +343,6 @@ def test_a_removed_folder_and_a_replaced_file_are_still_read(device: str, tmp_pa
 def test_a_pipeline_that_was_loaded_from_a_folder_streams_from_it(
     device: str, host: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from factory import run as call
-
     CASES["flux"].build().save_pretrained(tmp_path)
     pipe = type(CASES["flux"].build()).from_pretrained(tmp_path)
     plain = type(pipe).from_pretrained(tmp_path)

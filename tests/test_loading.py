@@ -86,6 +86,16 @@ def test_it_streams_from_the_converted_files(folder: Path) -> None:
     assert pipe.layerwise_offload.report().disk_bytes > 0
 
 
+def test_an_ordinary_call_keeps_weights_a_map_also_after_two_calls(folder: Path) -> None:
+    pipe = DiffusionPipeline.from_pretrained(folder)
+    total = sum(p.nbytes for p in weights(pipe).values())
+    assert mapped(pipe) > 0.95 * total
+    pipe.enable_layerwise_offload(None, "memory", onload_device="cpu", config={"host": "mapped"})
+    for _ in range(2):
+        factory.run("flux", pipe)
+    assert mapped(pipe) > 0.95 * total
+
+
 def test_files_of_the_right_dtype_are_loaded_from_where_they_are(folder: Path) -> None:
     diffusers_layerwise.from_pretrained(folder)
     diffusers_layerwise.from_pretrained(folder, torch_dtype=torch.float32)
