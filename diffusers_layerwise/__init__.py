@@ -13,6 +13,7 @@ from .discovery import register_layers
 from .errors import LayerwiseOffloadError
 from .handle import OffloadHandle
 from .hardware import Hardware
+from .loading import from_pretrained
 from .pipeline import (
     apply_layerwise_offload,
     attach_methods,
@@ -39,6 +40,7 @@ __all__ = [
     "apply_layerwise_offload",
     "disable_layerwise_offload",
     "enable_layerwise_offload",
+    "from_pretrained",
     "plan_layerwise_offload",
     "register_layers",
     "register_profile",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from diffusers.utils import logging
 
-from . import dispatched, hooks, mapping, patches
+from . import dispatched, hooks, mapping, patches, reader
 from .components import Wanted, renewed, to_host
 from .config import HostTier
 from .host import HostStore
 from .moves import guard_moves, release_moves
 from .runtime import Runtime
 from .schedule import Schedule
+from .tiers import held
 from .transfer import Transfer, plain_tensors
 
 logger = logging.get_logger(__name__)
@@ -24,7 +25,9 @@ ALL = 0
 def make_schedule(item: Wanted, transfer: Transfer) -> Schedule:
     """A schedule for a component. Touches nothing."""
     default = HostTier.PINNED if transfer.is_async else HostTier.PAGEABLE
-    store = HostStore(transfer.device, item.config.host or default)
+    asked = item.config.host
+    # What is read from files gets its tier once it was found there.
+    store = HostStore(transfer.device, asked if asked is not None and asked.takes_memory else default)
     return Schedule(item.component, store, transfer, item.choice, item.config, item.unselected)
 
 
@@ -76,7 +79,9 @@ def let_go(runtime: Runtime, schedule: Schedule) -> None:
     release_moves(module)
     patches.forget_device(module)
     schedule.renew()
+    schedule.store.held_at_end = held(schedule)
     schedule.store.release()
+    reader.release(schedule.store)
 
 
 def send_home(schedule: Schedule, homes: Homes, notes: list[str]) -> None:

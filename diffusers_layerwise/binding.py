@@ -9,7 +9,8 @@ import torch
 from .discovery import Unit
 from .errors import LayerwiseOffloadError
 from .host import HostStore
-from .tensors import Entry, collect_extents, view_like, why_not_movable
+from .pieces import make_route
+from .tensors import Entry, Extent, collect_extents, view_like, why_not_movable
 from .transfer import Copy, Lease, plain_tensors
 
 
@@ -23,6 +24,9 @@ class Binding:
     Attributes:
         size (`int`): Bytes of the run in a region.
         copy_bytes (`int`): Bytes that one load moves: padding too when the host copy is packed.
+        route (`Route`, *optional*): How it is loaded where it is read from files or through their mappings.
+        is_elsewhere (`bool`): Some of it was made a view of a file, and so isn't aligned as it was when it was loaded.
+        is_read (`bool`): Some of it is read past the mapping: a file that isn't to fill the page cache.
     """
 
     def __init__(self, units: Sequence[Unit], store: HostStore) -> None:
@@ -45,7 +49,14 @@ class Binding:
         self._source = self._contiguous()
         extents = [extent for unit in self.units for extent in unit.extents]
         self.copy_bytes = sum(e.nbytes for e in extents) if self._source is None else self.size
+        self.route = make_route(self.units, self.store)
+        self.is_read = self.route is not None and self.route.is_direct
+        self.is_elsewhere = any(not e.is_as_loaded() and self._is_view(e) for e in extents)
         self.forget_views()
+
+    def _is_view(self, extent: Extent) -> bool:
+        table = self.store.table
+        return table is not None and table.locate(extent.source.data_ptr(), extent.nbytes) is not None
 
     def forget_views(self) -> None:
         """Drops the kept views of device memory; they would keep a closed ring's memory alive."""
@@ -71,8 +82,9 @@ class Binding:
                 found, offset = [], lease.offset
                 for unit in self.units:
                     for extent in unit.extents:
+                        start = offset + extent.shift(self.store.device)
                         for entry, inner in zip(extent.entries, extent.offsets, strict=True):
-                            found.append(view_like(lease.buffer, offset + inner, entry.host))
+                            found.append(view_like(lease.buffer, start + inner, entry.host))
                         offset += extent.size
             self._views[lease.key] = found
         return found
@@ -92,7 +104,8 @@ class Binding:
         copies, offset = [], lease.offset
         for unit in self.units:
             for extent in unit.extents:
-                copies.append((lease.buffer.narrow(0, offset, extent.nbytes), extent.source))
+                start = offset + extent.shift(self.store.device)
+                copies.append((lease.buffer.narrow(0, start, extent.nbytes), extent.source))
                 offset += extent.size
         return copies
 

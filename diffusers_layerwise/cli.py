@@ -1,4 +1,4 @@
-"""The command line: `diffusers-layerwise plan FOLDER ...` and `diffusers-layerwise hardware`."""
+"""The command line: `diffusers-layerwise plan FOLDER ...`, `diffusers-layerwise cache` and `... hardware`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from . import hardware as devices
+from . import weight_cache
 from .config import format_bytes
 from .errors import LayerwiseOffloadError
 from .planning import plan_layerwise_offload
@@ -49,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.set_defaults(run=run_plan)
     plan.add_argument("folder", help="a pipeline's folder, with model_index.json; weight files may be missing")
     plan.add_argument("--memory", metavar="SIZE", help="device memory to plan for, such as 8GiB")
+    plan.add_argument("--host-memory", metavar="SIZE", help="host memory for weights; the rest is read from files")
     for name in ("height", "width", "num-frames", "steps", "batch"):
         plan.add_argument(f"--{name}", type=_count, metavar="N", help=_HELP[name])
     plan.add_argument("--dtype", help="dtype of the weights: bf16, fp16, fp32; by default that of the files")
@@ -64,6 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--compare", action="store_true", help="show the other ways to offload beside it")
     plan.add_argument("--json", action="store_true", help="print JSON")
     plan.add_argument("--plot", metavar="FILE", help="draw budget against time (needs matplotlib)")
+    kept = commands.add_parser("cache", help="converted weights that were kept: what is there, check it, remove it")
+    kept.set_defaults(run=run_cache)
+    kept.add_argument("action", nargs="?", default="list", choices=("list", "verify", "clear"), help="list by default")
     measured = commands.add_parser("hardware", help="measure this machine's device, and keep it for plans")
     measured.set_defaults(run=run_hardware)
     measured.add_argument("--device", help="such as cuda; by default the accelerator, else the CPU")
@@ -129,6 +134,7 @@ def run_plan(options: argparse.Namespace) -> str:
     plan = plan_layerwise_offload(
         options.folder,
         memory_budget=options.memory,
+        host_memory_budget=options.host_memory,
         hardware=options.hardware,
         mode=options.mode,
         components=options.components,
@@ -188,6 +194,22 @@ def plot(points: Sequence[PlanPoint], others: Sequence[Rival], path: Path) -> No
     axes.set(xlabel="device memory (GiB)", ylabel="seconds of a call", ylim=(0, None))
     axes.legend()
     figure.savefig(path)
+
+
+def run_cache(options: argparse.Namespace) -> str:
+    """The `cache` command's output."""
+    if options.action == "clear":
+        return f"removed {format_bytes(weight_cache.clear())} from {weight_cache.root()}"
+    if options.action == "verify":
+        broken = weight_cache.verify()
+        return "\n".join([*(f"removed, not what was written: {name}" for name in broken), *_cached()])
+    return "\n".join(_cached())
+
+
+def _cached() -> list[str]:
+    found = weight_cache.entries()
+    total = format_bytes(sum(entry.nbytes for entry in found))
+    return [f"{weight_cache.root()}: {total} of converted weights", *(f"  {entry}" for entry in found)]
 
 
 def run_hardware(options: argparse.Namespace) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import os
 import re
 from typing import Any
 
@@ -50,12 +51,28 @@ class HostTier(str, enum.Enum):
     """Where a group's host copy lies.
 
     `PINNED`: page-locked memory, packed in execution order, one copy per group, asynchronous.
-    `PAGEABLE`: wherever the weights were loaded (also a checkpoint's memory map); nothing is packed, copies are
-    staged by the driver and hold up the host.
+    `PAGEABLE`: wherever the weights were loaded; nothing is packed, copies are staged by the driver and hold up the
+    host.
+    `MAPPED`: the checkpoint's files, through their memory map and the system's page cache; takes no memory of its own.
+    `FILE`: the checkpoint's files, read anew for each load past the page cache; takes no memory but for staging.
     """
 
     PINNED = "pinned"
     PAGEABLE = "pageable"
+    MAPPED = "mapped"
+    FILE = "file"
+
+    @property
+    def takes_memory(self) -> bool:
+        """Whether weights in this tier are held in host memory."""
+        return self in (HostTier.PINNED, HostTier.PAGEABLE)
+
+
+class Embeddings(str, enum.Enum):
+    """Where the rows of embedding tables are looked up: on the `HOST`, or on the `DEVICE` like everything else."""
+
+    HOST = "host"
+    DEVICE = "device"
 
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -113,7 +130,15 @@ class LayerwiseOffloadConfig:
             layers. A single module larger than that is a group of its own.
         residency (`str`, *optional*): `"use"` (a pipeline's default) or `"lasting"` (a bare module's), see
             [`Residency`].
-        host (`str`, *optional*): The host tier, see [`HostTier`]; `"pinned"` unless the execution device is the CPU.
+        host (`str`, *optional*): The host tier, see [`HostTier`]. By default the plan chooses: `"pinned"` (on a CPU
+            `"pageable"`), and `"file"` for what is in a checkpoint's files and doesn't fit the host's memory.
+        host_memory_budget (`int` or `str`, *optional*, defaults to `"auto"`): Bytes of host memory that weights may
+            take. `"auto"` is what the system and its control groups leave, less a reserve, divided among the processes
+            of a launcher; None is no limit. Counts in `config` only.
+        checkpoint (`str`, *optional*): The file or folder that the weights are in, where the model doesn't know it.
+        embeddings (`str`, *optional*): `"host"` leaves embedding tables on the host, looks rows up there and moves
+            those; `"device"` loads the tables. By default those of 16 MiB and more stay on the host where not
+            everything fits, but for a denoiser's.
         activation_reserve (`int` or `str`, *optional*): Bytes of the budget left to activations. 0 makes the budget
             weights only. By default a tenth of the budget, at most 2 GiB (0 for a bare module).
         device_map (`Mapping[str, int | str | torch.device]`, *optional*): accelerate's kind of map (as
@@ -132,6 +157,9 @@ class LayerwiseOffloadConfig:
     host: HostTier | None = None
     activation_reserve: int | None = None
     device_map: DeviceMap | None = None
+    host_memory_budget: int | str | None = "auto"
+    checkpoint: str | None = None
+    embeddings: Embeddings | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.prefetch, str):
@@ -149,6 +177,12 @@ class LayerwiseOffloadConfig:
             _set(self, "residency", _choice(Residency, self.residency, "config.residency"))
         if self.host is not None:
             _set(self, "host", _choice(HostTier, self.host, "config.host"))
+        if self.host_memory_budget not in (None, "auto"):
+            read = parse_bytes(self.host_memory_budget, "config.host_memory_budget ('auto', None, or bytes)")
+            _set(self, "host_memory_budget", read)
+        _set(self, "checkpoint", _path(self.checkpoint))
+        if self.embeddings is not None:
+            _set(self, "embeddings", _choice(Embeddings, self.embeddings, "config.embeddings"))
         if self.group_size is not None and self.group_size != "layer":
             _set(self, "group_size", parse_bytes(self.group_size, "config.group_size (bytes or 'layer')"))
         if self.activation_reserve is not None and self.activation_reserve != 0:
@@ -215,6 +249,16 @@ def _count(value: Any, name: str) -> None:
         raise TypeError(f"{name} must be a whole number of groups, got {value!r}.")
     if value < 0:
         raise ValueError(f"{name} must be 0 or more groups, got {value!r}.")
+
+
+def _path(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)) or not str(value):
+        raise TypeError(f"config.checkpoint must be the path of a file or folder, got {value!r}.")
+    if not os.path.exists(value):
+        raise ValueError(f"config.checkpoint: there is no {os.fspath(value)!r}.")
+    return os.path.abspath(os.fspath(value))
 
 
 def _share(value: Any) -> None:

@@ -70,7 +70,7 @@ def component_spec(
     # What no pass uses isn't packed with what is used, so no group has units of both.
     chunks = [0] * len(used) + [UNPACKED if used else 0] * (len(sequence) - len(used))
     found = zip((traced.units[i] for i in sequence), chunks, strict=True)
-    units = tuple(UnitSpec(u.name, u.layer, u.size, chunk) for u, chunk in found)
+    units = tuple(UnitSpec(u.name, u.layer, u.size, chunk, can_gather=u.can_gather) for u, chunk in found)
     return ComponentSpec(
         traced.name,
         units,
@@ -254,7 +254,12 @@ def component_seconds(
     part = plan.component(spec.name)
     used = set(spec.order)
     needed = sum(g.size for g in part.groups if not used.isdisjoint(range(g.start, g.stop)))
-    loads = needed / hardware.pinned if part.residency is Residency.USE or part.streamed_bytes else 0.0
+    read = sum(unit.size for position, unit in enumerate(part.units) if unit.is_read and position in used)
+    loads = (
+        max(needed / hardware.pinned, read / hardware.disk)
+        if part.residency is Residency.USE or part.streamed_bytes
+        else 0.0
+    )
     steps: list[tuple[int, float, float]] = []
     sequence = {unit.name: position for position, unit in enumerate(spec.units)}
     for one in traced.passes:

@@ -35,7 +35,8 @@ class Unit:
 
     `triggers` are the modules whose `forward` needs the unit (several when modules share all their parameters).
     `layer` is the innermost repeated block that holds it, or None. `resident` is what a device map says, if any.
-    `tensors` are the names of its parameters, tied ones under each name.
+    `tensors` are the names of its parameters, tied ones under each name. `is_gathered`: the plan leaves it on the host,
+    where its rows are looked up (see [`can_gather`]).
     """
 
     index: int
@@ -45,6 +46,17 @@ class Unit:
     extents: list[Extent]
     resident: bool | None = None
     tensors: tuple[str, ...] = ()
+    is_gathered: bool = False
+
+    @property
+    def can_gather(self) -> bool:
+        """Whether it is an embedding table that nothing reads but the lookup of rows in it, which the host can do."""
+        entries = [entry for extent in self.extents for entry in extent.entries]
+        if len(self.triggers) != 1 or len(entries) != 1 or len(entries[0].owners) != 1:
+            return False
+        module = self.triggers[0]
+        plain = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+        return plain and entries[0].owners[0] == (module, "weight") and module.max_norm is None
 
     @property
     def on_disk(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging as levels
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +42,7 @@ class Owner(Protocol):
     schedules: list[Schedule]
     plan: OffloadPlan
     shortage: Shortage
+    host_limit: Callable[[], int | None]
 
 
 def shapes(value: Any) -> Signature:
@@ -140,7 +141,8 @@ class Fitting:
         """Takes over how much is free, what is held by weights of ours included, when that has changed."""
         if self.terms.budget is not None:
             return
-        free = free_memory([self.owner.transfer.device])
+        transfer = self.owner.transfer
+        free = free_memory([transfer.device]) if transfer.is_async else self.owner.host_limit()
         free = None if free is None else free + self.owner.transfer.held_bytes
         if has_changed(self._free, free):
             self._free = free

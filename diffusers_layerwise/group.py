@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 from .binding import Binding
 from .discovery import Unit
+from .errors import LayerwiseOffloadError
 from .host import HostStore
+from .reader import Ticket, send
 from .tensors import ALIGNMENT
 from .transfer import Account, Lease, Ring, Transfer
 
@@ -53,6 +55,7 @@ class Group:
         self.is_put_off = False
         self.state = GroupState.HOST
         self.lease: Lease | None = None
+        self._ticket: Ticket | None = None
         self._binding = Binding(self.units, store)
         self._transfer = transfer
         self._account = account
@@ -83,7 +86,7 @@ class Group:
             return False
         if binding.is_edited():
             binding.refresh()
-        if self.resident and not transfer.is_async:
+        if self.resident and not transfer.is_async and not (binding.is_read or binding.is_elsewhere):
             self._hold_in_place(1)
             binding.snapshot()
             self.state = GroupState.READY
@@ -98,7 +101,7 @@ class Group:
         self.lease = lease
         self.state = GroupState.LOADING
         account.moved += binding.copy_bytes
-        transfer.start_copies(binding.copies(lease), lease, self.name, binding.copy_bytes)
+        self._start_copies(lease)
         binding.snapshot()
         if transfer.log is not None:
             transfer.log.append(("load", self.name))
@@ -110,10 +113,12 @@ class Group:
             return
         lease, binding, transfer = self.lease, self._binding, self._transfer
         assert lease is not None
+        self._await_reader(lease)
         if binding.is_touched():
             # Edited on the host after the copy was queued: copy again behind it, on the same stream.
-            transfer.start_copies(binding.copies(lease), lease, self.name, binding.copy_bytes)
+            self._start_copies(lease)
             binding.snapshot()
+            self._await_reader(lease)
         transfer.wait(lease.ready)
         # READY first: interrupted while pointing, offload() still puts every parameter back.
         self.state = GroupState.READY
@@ -121,11 +126,35 @@ class Group:
         if transfer.log is not None:
             transfer.log.append(("ready", self.name))
 
+    def _start_copies(self, lease: Lease) -> None:
+        binding = self._binding
+        if binding.route is None:
+            self._transfer.start_copies(binding.copies(lease), lease, self.name, binding.copy_bytes)
+        else:
+            self._ticket = send(self.name, binding.route, lease, self._transfer, binding.copy_bytes)
+
+    def _await_reader(self, lease: Lease) -> None:
+        """Where the group is read from files: waits until its copies are queued, and raises what went wrong."""
+        if self._binding.route is None:
+            return
+        if self._ticket is None:
+            self._start_copies(lease)  # it failed the last time; by now the cause may be gone
+        assert self._ticket is not None
+        try:
+            self._ticket.wait()
+        except LayerwiseOffloadError:
+            self._ticket = None
+            raise
+        self._ticket = None
+
     def offload(self, ring: Ring | None) -> None:
         """Points every parameter back at its host copy and gives the device memory back behind the caller's stream."""
         if self.state is GroupState.HOST:
             return
         lease, used, binding = self.lease, self.state is GroupState.READY, self._binding
+        if self._ticket is not None:
+            self._ticket.cancel()
+            self._ticket = None
         if lease is None:
             self._hold_in_place(-1)
             self.state = GroupState.HOST

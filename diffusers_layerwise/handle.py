@@ -42,6 +42,8 @@ class OffloadHandle:
         runtime = self._runtime
         if runtime.plan.provisional != runtime.is_provisional():
             runtime.plan = dataclasses.replace(runtime.plan, provisional=runtime.is_provisional())
+        if runtime.plan.host is not self._members.host.plan:
+            runtime.plan = dataclasses.replace(runtime.plan, host=self._members.host.plan)
         return runtime.plan
 
     @property
@@ -50,7 +52,7 @@ class OffloadHandle:
 
     def report(self) -> Report:
         """What was moved, what is resident, hits, misses, stalls; also after `remove()`."""
-        return make_report(self._runtime, self._members.notes)
+        return make_report(self._runtime, self._members.notes, self._members.host)
 
     def refresh(self, name: str | None = None) -> None:
         """Takes over what was written to a component's weights through `.data`, which no counter shows.

@@ -64,8 +64,8 @@ class Hardware:
 
     @property
     def link(self) -> Link:
-        """The link from pinned memory, as the simulation takes it."""
-        return Link(self.pinned, LATENCY)
+        """The link from pinned memory and the disk, as the simulation takes them."""
+        return Link(self.pinned, LATENCY, self.disk)
 
     def seconds(self, cost: Cost) -> float:
         """Seconds of some work: products and attention at the slower of their FLOPs and bytes (the roofline model,

@@ -19,6 +19,8 @@ from .runtime import Runtime
 from .schedule import Schedule
 from .watch import unwatch, watch
 
+HOST = torch.device("cpu")
+
 
 class RootHook(ModelHook):  # type: ignore[misc]
     """At a component's root: a pass begins, inputs go to the execution device, the pass ends.
@@ -79,6 +81,8 @@ class UnitHook(ModelHook):  # type: ignore[misc]
         Where the component wasn't entered through its forward, its inputs may still be on the host.
         """
         schedule = self.schedule
+        if self.unit.is_gathered:
+            return move_inputs(args, HOST), move_inputs(kwargs, HOST)
         if not schedule.is_settled:
             self._use(self.unit)
         return (args, kwargs) if schedule.has_inputs else self._moved(args, kwargs)
@@ -87,7 +91,9 @@ class UnitHook(ModelHook):  # type: ignore[misc]
         return move_inputs(args, self.execution_device), move_inputs(kwargs, self.execution_device)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Tells the schedule that the unit was used."""
+        """Tells the schedule that the unit was used; moves the rows of a table that stays on the host."""
+        if self.unit.is_gathered:
+            return move_inputs(output, self.execution_device)
         if not self.schedule.is_settled:
             self._done(self.unit)
         return output

@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from . import platform
 from .config import HostTier, format_bytes
 from .discovery import Unit
+from .files import SourceTable
 from .tensors import ALIGNMENT, Extent, view_like
 
 #: While a chunk is packed its sources are still alive, so this bounds the extra host memory; groups don't cross chunks.
@@ -70,21 +71,66 @@ class HostStore:
 
     Args:
         device (`torch.device`): The execution device.
-        tier (`HostTier`): Pageable stores never pack.
+        tier (`HostTier`): Only pinned units are packed.
+
+    Attributes:
+        table (`SourceTable`, *optional*): Which memory is a view of which file, where any is read from there.
+        tiers (`dict[Unit, HostTier]`): Units whose tier is another one than the component's.
+        held_at_end (`dict[str, int]`, *optional*): Bytes by tier when the component was let go, for the report.
+        settle (`Callable`): Decides the tiers anew, once the order is known in which units are packed.
     """
 
     def __init__(self, device: torch.device, tier: HostTier) -> None:
         self.device = device
         self.tier = tier
+        self.table: SourceTable | None = None
+        self.tiers: dict[Unit, HostTier] = {}
+        self.settle: Callable[[], None] = lambda: None
+        self.held_at_end: dict[str, int] | None = None
+        self._read_before = 0
         self.notes: list[str] = []
         self.was_interrupted = False
         self._is_full = False
+        self._is_resting = False
         self._places: dict[Unit, Place] = {}
         self._chunks: list[Chunk] = []
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes read from files so far, past their mappings."""
+        return self._read_before + (0 if self.table is None else self.table.disk_bytes)
+
+    def close_table(self) -> None:
+        """Lets the files go. What is a view of one stays a view. Idempotent."""
+        self._read_before, self.table = self.disk_bytes, None
+
+    def tier_of(self, unit: Unit) -> HostTier:
+        """A unit's tier. What stays on the device in every pass is small, and in memory where the rest is in files."""
+        if unit.index < 0 and not self.tier.takes_memory:
+            return HostTier.PAGEABLE if self.device.type == "cpu" else HostTier.PINNED
+        return self.tiers.get(unit, self.tier)
 
     def place(self, unit: Unit) -> Place | None:
         """Where a unit was packed; None when it still lies where it was loaded."""
         return self._places.get(unit)
+
+    def is_staged(self, unit: Unit) -> bool:
+        """Whether a unit was packed into memory that couldn't be page-locked: copies from there hold up the host."""
+        place = self._places.get(unit)
+        return place is not None and not place.chunk.pinned and self.device.type != "cpu"
+
+    def rest(self) -> None:
+        """Unlocks memory that was locked in place, while the component is idle. Idempotent; [`wake`] locks it again."""
+        self._is_resting = True
+        for chunk in self._chunks:
+            chunk.unlock()
+
+    def wake(self) -> None:
+        """Locks what [`rest`] unlocked. Idempotent."""
+        if self._is_resting:
+            self._is_resting = False
+            for chunk in self._chunks:
+                self._lock(chunk)
 
     def forget(self, unit: Unit) -> None:
         """Drops a unit's place after its tensors were replaced; its bytes are then read from the new tensors."""
@@ -100,26 +146,25 @@ class HostStore:
         with torch.inference_mode(False), torch.no_grad():
             buffer, offset = torch.empty(ALIGNMENT + unit.size, dtype=torch.uint8), ALIGNMENT
             for extent in unit.extents:
-                move_extent(extent, buffer, offset)
+                move_extent(extent, buffer, offset + extent.shift(self.device))
                 offset += extent.size
         self.forget(unit)
 
     @property
     def pinned_bytes(self) -> int:
         """Bytes of page-locked memory held."""
-        return sum(c.buffer.numel() for c in self._chunks if c.pinned)
+        return 0 if self._is_resting else sum(c.buffer.numel() for c in self._chunks if c.pinned)
 
     def pack(self, units: Iterable[Unit]) -> None:
         """Packs units that have no place yet, in the order given; each chunk's sources are freed once it is full.
 
-        The units must be offloaded. Does nothing in the pageable tier. Idempotent.
+        The units must be offloaded. Leaves what is in another tier than the pinned one. Idempotent.
         """
-        if self.tier is not HostTier.PINNED:
-            return
         if self._is_full:
             return
         # What is mapped from a file stays there: packing would read all of it into memory.
-        waiting = [unit for unit in units if unit not in self._places and not unit.on_disk]
+        pinned = (unit for unit in units if self.tier_of(unit) is HostTier.PINNED)
+        waiting = [unit for unit in pinned if unit not in self._places and not unit.on_disk]
         self.was_interrupted = bool(waiting)
         with torch.inference_mode(False), torch.no_grad():
             while waiting:
@@ -142,7 +187,7 @@ class HostStore:
         for unit in units:
             places[unit] = Place(chunk, offset, unit.size)
             for extent in unit.extents:
-                move_extent(extent, chunk.buffer, offset)
+                move_extent(extent, chunk.buffer, offset + extent.shift(self.device))
                 offset += extent.size
         self._lock(chunk)
         self._chunks.append(chunk)
@@ -176,7 +221,12 @@ class HostStore:
 
     def _note_failure(self, count: int, error: RuntimeError) -> None:
         # A failed pin looks like a device out-of-memory in some drivers' wording: say which memory it was.
-        self.notes.append(f"{format_bytes(count)} of host memory could not be page-locked, copies are staged: {error}")
+        self.notes.append(
+            f"{format_bytes(count)} of host memory could not be page-locked, so copies go through a small page-locked "
+            f"ring: {error}"
+        )
+        if self.table is None:
+            self.table = SourceTable()  # what the reader keeps its account of
 
     def release(self) -> None:
         """Makes every host copy ordinary memory again: unlocked in place, or copied out of the pinned pool."""

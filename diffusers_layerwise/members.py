@@ -22,6 +22,7 @@ from .schedule import Schedule
 from .selection import Components, select
 from .slots import Slots, modules_of, named_modules, names_of, slots_of
 from .terms import Terms
+from .tiers import HostMemory
 from .transfer import Transfer
 
 logger = logging.get_logger(__name__)
@@ -91,6 +92,7 @@ class Members:
         self._placed: list[nn.Module] = []
         self._answering: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._taken: list[conflicts.TakenOff] = []
+        self.host = HostMemory(selection.options, selection.terms.has_calls)
         self.runtime = self._new_runtime()
 
     def _new_runtime(self) -> Runtime:
@@ -98,7 +100,14 @@ class Members:
         runtime.owner = self
         runtime.notes = self.notes
         runtime.restructure = functools.partial(adoption.restructure, runtime)
+        runtime.host_limit = lambda: self.host.limit(self.runtime.schedules)
         return runtime
+
+    def _settle(self, due: Schedule) -> None:
+        """Before a component is packed, now that its order is known: the plan says better what streams."""
+        self.host.count(self.runtime.schedules)
+        others = [schedule for schedule in self.runtime.schedules if schedule is not due]
+        self.host.settle([due], others, self.runtime.plan.components)
 
     # ------------------------------------------------------------------ pipelines
     @property
@@ -164,7 +173,9 @@ class Members:
         unplaced = [module for module in self._placed if id(module) not in slots]
         if new or gone:
             kept = [s for s in self.runtime.schedules if s not in gone]
-            self.runtime.plan_for([*kept, *(self._schedule(item) for item in new)])
+            schedules = [self._schedule(item) for item in new]
+            self.runtime.plan_for([*kept, *schedules])
+            self.host.check(schedules, kept)
         return Change(new, gone, placed, notes, unplaced)
 
     def _chosen(self, slots: Slots) -> Selected:
@@ -181,7 +192,9 @@ class Members:
 
     def adopt_bare(self, wanted: Wanted) -> None:
         """Takes a module without a pipeline in."""
-        self.runtime.plan_for([self._schedule(wanted)])
+        schedule = self._schedule(wanted)
+        self.runtime.plan_for([schedule])
+        self.host.check([schedule], [])
         self.make(Change([wanted], [], {}, []))
 
     def make(self, change: Change) -> None:
@@ -195,6 +208,9 @@ class Members:
         ready = [self._ready(item) for item in change.new]
         new = [self._schedule(item) for item, _ in ready]
         kept = [s for s in self.runtime.schedules if s not in change.gone]
+        self.host.settle(new, kept)
+        for schedule in new:
+            schedule.store.settle = functools.partial(self._settle, schedule)
         self.runtime.change(new, change.gone, self.runtime.plan_for([*kept, *new]))
         for schedule in change.gone:
             adoption.send_home(schedule, self._homes.pop(schedule, {}), self.notes)

@@ -10,6 +10,8 @@ from .tensors import ALIGNMENT
 
 #: Simulations that the refinement of one candidate may cost; each takes 1-3 ms for a model of FLUX's size.
 REFINEMENTS = 24
+#: Of the effort of reading a byte from a file, that of copying it from memory: links are some ten times as fast.
+MEMORY_EFFORT = 0.1
 
 
 def place(
@@ -50,13 +52,22 @@ def place(
     streamed = [g for g in line.groups if not resident[g]]
     total = max(1, sum(cost[g] for g in set(streamed)))
     share = max(0.0, 1 - budget / total) if most is None else 1 - min(1.0, most / max(1, len(set(streamed))))
-    lag = _lags(line, cost, resident, share, how)
+    # What is read from a file takes longer to arrive than its bytes say.
+    lag = _lags(line, _efforts(line, cost), resident, share, how)
     # The groups that would run furthest ahead of compute if they streamed become resident.
     order = sorted(set(streamed), key=lambda g: -lag[g])
     return _fill(resident, cost, budget, order, most)
 
 
-def _lags(line: Timeline, cost: Sequence[int], resident: list[bool], share: float, how: Placement) -> list[float]:
+def _efforts(line: Timeline, cost: Sequence[int]) -> Sequence[float]:
+    """What streaming each group takes of the slowest way that any takes: seconds of reading, or else its bytes."""
+    if not line.reads:
+        return cost
+    rate = sum(line.reads) / sum(size for seconds, size in zip(line.reads, cost, strict=True) if seconds)
+    return [max(seconds, MEMORY_EFFORT * rate * size) for seconds, size in zip(line.reads, cost, strict=True)]
+
+
+def _lags(line: Timeline, cost: Sequence[float], resident: list[bool], share: float, how: Placement) -> list[float]:
     """Walks a pass and marks, for each group, how far streaming it would run ahead of its share of compute."""
     even = how is Placement.SPREAD
     weight = [1.0 if even else h + g for h, g in zip(line.hold, line.gap, strict=True)]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from .config import LayerwiseOffloadConfig, Mode, Residency, format_bytes
 from .device_maps import CPU, DISK, device_value, shortest
+from .hostmemory import HostPlan
 from .tensors import ALIGNMENT
 
 
@@ -31,7 +32,8 @@ class UnitSpec:
     """A unit as a plan sees it: its bytes in a region, its layer, and the chunk of host memory that holds it.
 
     `resident` is what a device map says (None: the plan decides), `on_disk` whether its host copy is a view of a file,
-    `tensors` the names of its parameters.
+    `tensors` the names of its parameters, `is_read` whether it is read from its file for each load. `can_gather`: it is
+    an embedding table whose rows the host can look up; `gathered` are its bytes where it does, and `size` is 0.
     """
 
     name: str
@@ -41,6 +43,9 @@ class UnitSpec:
     resident: bool | None = None
     on_disk: bool = False
     tensors: tuple[str, ...] = ()
+    is_read: bool = False
+    can_gather: bool = False
+    gathered: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +124,7 @@ class GroupPlan:
 class ComponentPlan:
     """What a plan gives one component. Bytes, and in `step` the predicted seconds of a pass, if times are known.
 
-    `compute` is what they would be without any wait.
+    `compute` is what they would be without any wait, `read_seconds` what reading from files alone takes of a pass.
     """
 
     name: str
@@ -132,6 +137,7 @@ class ComponentPlan:
     units: tuple[UnitSpec, ...] = ()
     others: tuple[tuple[str, str | None], ...] = ()
     compute: float | None = None
+    read_seconds: float = 0.0
 
     def places(self, device: str) -> dict[str, int | str]:
         """Each tensor, and where it is: the device's index, `"cpu"` or `"disk"` (see [`OffloadPlan.device_map`])."""
@@ -140,7 +146,7 @@ class ComponentPlan:
         for group in self.groups:
             for unit in self.units[group.start : group.stop]:
                 streamed: int | str = DISK if unit.on_disk else CPU
-                value = device_value(device) if group.resident and stays else streamed
+                value = device_value(device) if group.resident and stays and not unit.gathered else streamed
                 found.update(dict.fromkeys(unit.tensors, value))
         return found
 
@@ -166,6 +172,17 @@ class ComponentPlan:
         return sum(group.size for group in self.groups if not group.resident)
 
     @property
+    def gathered_bytes(self) -> int:
+        """Bytes of embedding tables that stay on the host."""
+        return sum(unit.gathered for unit in self.units)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that each pass reads from checkpoint files."""
+        streamed = (unit for g in self.groups if not g.resident for unit in self.units[g.start : g.stop])
+        return sum(unit.size for unit in streamed if unit.is_read)
+
+    @property
     def fixed_bytes(self) -> int:
         """Device bytes of buffers and small weights while the component is in use."""
         return self.fixed + ALIGNMENT if self.fixed else 0
@@ -184,6 +201,7 @@ class OffloadPlan:
         slot_bytes, slots (`int`): The ring that all components share.
         budget (`int`, *optional*): Device bytes for weights (the activation reserve already taken off).
         together (`tuple[frozenset[str]]`): Sets of components that alternate within a step and so share the budget.
+        host (`HostPlan`, *optional*): In which tier each host copy lies, and the host memory that follows.
         provisional (`bool`): True until the execution order and the device's free memory are known.
 
     Example:
@@ -199,6 +217,7 @@ class OffloadPlan:
     together: tuple[frozenset[str], ...] = ()
     provisional: bool = True
     device: str = CPU
+    host: HostPlan | None = None
 
     def device_map(self, name: str) -> dict[str, int | str]:
         """The plan of one component as a device map that `accelerate.dispatch_model` takes, as short as possible.
@@ -254,7 +273,8 @@ class OffloadPlan:
             head += f" of {format_bytes(self.budget)}"
         if self.slots:
             head += f", ring of {self.slots} slots of {format_bytes(self.slot_bytes)}"
-        return "\n".join([head + (" (provisional)" if self.provisional else ""), *map(_line, self.components)])
+        lines = [head + (" (provisional)" if self.provisional else ""), *map(_line, self.components)]
+        return "\n".join([*lines, *([] if self.host is None else [str(self.host)])])
 
 
 def _line(component: ComponentPlan) -> str:
@@ -265,6 +285,10 @@ def _line(component: ComponentPlan) -> str:
     kept, layers = component.layers()
     if layers and 0 < resident < len(component.groups):
         text += f" ({kept} of {layers} layers resident)"
+    if component.gathered_bytes:
+        text += f", {format_bytes(component.gathered_bytes)} of embeddings looked up on the host"
+    if component.read_bytes:
+        text += f", {format_bytes(component.read_bytes)} read from files in {component.read_seconds:.3f} s a pass"
     return text + (f", {component.step * 1e3:.2f} ms a pass predicted" if component.step is not None else "")
 
 

@@ -29,6 +29,7 @@ def plan_layerwise_offload(
     pipe_or_folder: DiffusionPipeline | str | Path,
     *,
     memory_budget: int | str | None = None,
+    host_memory_budget: int | str | None = None,
     hardware: Hardware | str | None = None,
     mode: str | Mode = "auto",
     components: Components = None,
@@ -48,6 +49,8 @@ def plan_layerwise_offload(
             `model_index.json` and the components' configs; weight files may be missing.
         memory_budget (`int` or `str`, *optional*): Device bytes for weights, ring and activations (`"8GiB"`). None:
             the hardware's memory less 5 %.
+        host_memory_budget (`int` or `str`, *optional*): Bytes of host memory for weights (`"16GiB"`); what doesn't fit
+            is read from its files. None: what `config` says in bytes, else no limit.
         hardware (`Hardware` or `str`, *optional*): The device, or the name of a preset (`"RTX 4090"`). None: the one
             that is here.
         mode, components, config: As for [`enable_layerwise_offload`].
@@ -72,6 +75,8 @@ def plan_layerwise_offload(
         raise TypeError(f"vae_tiling must be True, False or None, got {vae_tiling!r}.")
     chosen_mode, options = read_mode(mode), LayerwiseOffloadConfig.read(config)
     budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
+    host = options.host_memory_budget if isinstance(options.host_memory_budget, int) else None
+    host = host if host_memory_budget is None else parse_bytes(host_memory_budget, "host_memory_budget")
     notes: list[str] = []
     device = resolve(hardware, notes)
     declared: Any = pipe_or_folder
@@ -97,9 +102,9 @@ def plan_layerwise_offload(
         other = make_problem(trace.with_tiles(), device, chosen_mode, components, options, [])
         other = dataclasses.replace(other, policy=problem.policy)
         if vae_tiling or total >= smallest_budget(other)[0]:
-            plan = predict(other, total, [*notes, *_tiling_notes(trace, problem)])
+            plan = predict(other, total, [*notes, *_tiling_notes(trace, problem)], host)
             return dataclasses.replace(plan, tiled=tiled)
-    return predict(problem, total, notes)
+    return predict(problem, total, notes, host)
 
 
 def _tiling_notes(trace: Trace, without: Problem) -> list[str]:

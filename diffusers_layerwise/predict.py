@@ -20,6 +20,7 @@ from .cost import (
     total_peak,
 )
 from .hardware import Hardware
+from .hostplans import component_reads, disk_use, within_host
 from .plan import OffloadPlan
 
 #: Raised when a key of `to_dict()` changes its meaning or goes away.
@@ -31,7 +32,7 @@ class ComponentPrediction:
     """One component under a plan. Bytes, FLOPs of all its passes in a call, and seconds.
 
     `pass_seconds` is a pass in steady state, `compute_seconds` the same without any wait, `call_seconds` all passes of
-    a call; None where no pass was traced. `error` says why.
+    a call; None where no pass was traced. `error` says why. `disk_bytes` are read from files in a call.
     """
 
     name: str
@@ -47,6 +48,7 @@ class ComponentPrediction:
     compute_seconds: float | None
     call_seconds: float | None
     error: str | None
+    disk_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,9 @@ class PredictedPlan(OffloadPlan):
         steps (`int`): Steps of the scheduler in that call.
         smallest_budget, resident_budget (`int`): From where on it runs, and from where on nothing streams.
         free_budget (`int`, *optional*): From about where on streaming costs nothing (a step takes at most 1 % longer).
+        host_peak_bytes (`int`, *optional*): Host memory of weights and staging; None without a host budget.
+        disk_bytes (`int`), disk_step_seconds (`float`): Read from checkpoint files in a call, and how long that alone
+            takes in a step.
         tiled (`tuple[str]`): VAEs that this is with tiling of: call `enable_tiling()` of them first.
         notes (`tuple[str]`): What was assumed, and what could not be traced.
 
@@ -92,16 +97,21 @@ class PredictedPlan(OffloadPlan):
     smallest_budget: int = 0
     resident_budget: int = 0
     free_budget: int | None = None
+    host_peak_bytes: int | None = None
+    disk_bytes: int = 0
+    disk_step_seconds: float = 0.0
     tiled: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     problem: Problem | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def bound(self) -> str:
-        """What a step waits for: `"link"` or `"compute"`."""
+        """What a step waits for: `"link"`, `"disk"` or `"compute"`."""
         if self.step_seconds is None or self.compute_seconds is None:
             return "unknown"
-        return "link" if self.step_seconds > FREE * self.compute_seconds else "compute"
+        if self.step_seconds <= FREE * self.compute_seconds:
+            return "compute"
+        return "disk" if self.disk_step_seconds > self.step_seconds / 2 else "link"
 
     def sweep(self, budgets: Iterable[int | str] | int | str) -> list[PlanPoint]:
         """The same call under other budgets; those below the smallest are left out.
@@ -132,6 +142,7 @@ class PredictedPlan(OffloadPlan):
             "weights_peak_bytes": self.peak_bytes,
             "hardware": None if self.hardware is None else self.hardware.to_dict(),
             "predictions": [dataclasses.asdict(p) for p in self.predictions],
+            "host": None if self.host is None else {"budget": self.host.budget, "nbytes": self.host.nbytes},
             "notes": list(self.notes),
         }
         return values
@@ -151,6 +162,8 @@ class PredictedPlan(OffloadPlan):
             + (f"streaming is free from about {format_bytes(self.free_budget)}; " if self.free_budget else "")
             + f"all resident from {format_bytes(self.resident_budget)}",
         ]
+        if self.host is not None and self.problem is not None:
+            lines += [str(disk_use(self.problem, self)), *str(self.host).splitlines()[1:]]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
 
@@ -180,13 +193,19 @@ def _table(predictions: Iterable[ComponentPrediction]) -> list[str]:
     return ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def predict(problem: Problem, budget: int | None, notes: Iterable[str] = ()) -> PredictedPlan:
-    """A plan for a budget, with what it will take.
+def predict(
+    problem: Problem, budget: int | None, notes: Iterable[str] = (), host_budget: int | None = None
+) -> PredictedPlan:
+    """A plan for a budget, with what it will take; `host_budget` are bytes of host memory, None is no limit.
 
     Raises:
         torch.OutOfMemoryError: The budget is below the smallest that works.
     """
     plan = solve(problem, budget)
+    problem, host = within_host(problem, plan, host_budget)
+    if host is not None:
+        plan = dataclasses.replace(solve(problem, budget), host=host)
+    disk = disk_use(problem, plan)
     if budget is not None:
         request = problem.request(budget, plan.reserve)
         notes = [*notes, *auto.decide(problem.specs, request, problem.policy).notes]
@@ -207,6 +226,9 @@ def predict(problem: Problem, budget: int | None, notes: Iterable[str] = ()) -> 
         smallest_budget=smallest_budget(problem)[0],
         resident_budget=resident_budget(problem),
         free_budget=free_budget(problem, plan),
+        host_peak_bytes=disk.host_peak,
+        disk_bytes=disk.nbytes,
+        disk_step_seconds=disk.step_seconds,
         notes=(*notes, *_notes(problem, plan, peak, budget)),
         problem=problem,
     )
@@ -232,6 +254,7 @@ def _predictions(problem: Problem, plan: OffloadPlan) -> tuple[ComponentPredicti
                 None if seconds is None else seconds.compute / max(1, traced.calls),
                 None if seconds is None else seconds.call,
                 traced.error,
+                component_reads(problem, part),
             )
         )
     return tuple(found)

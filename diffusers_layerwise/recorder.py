@@ -125,7 +125,7 @@ class Recorder:
             method = getattr(module, entry, None)
             if callable(method) and getattr(type(module), entry, None) is not None:
                 module.__dict__[entry] = self._entry(name, method, own)
-        units = tuple(TracedUnit(u.name, u.layer, u.size) for u in found.units)
+        units = tuple(TracedUnit(u.name, u.layer, u.size, u.can_gather) for u in found.units)
         kinds = tuple(leaf for leaf, _ in leaves)
         return TracedComponent(name, type(module).__name__, found.weights, found.fixed_size, units, kinds)
 

@@ -9,6 +9,7 @@ from .config import format_bytes
 from .plan import ComponentPlan, OffloadPlan
 from .runtime import Runtime
 from .schedule import Schedule
+from .tiers import HostMemory, held, main_tier
 
 #: Raised when a key of `to_dict()` changes its meaning or goes away.
 VERSION = 1
@@ -21,7 +22,9 @@ class ComponentReport:
     `peak_predicted` and `peak_seen` count what it holds itself and, if it streams, the ring that all share.
     `hits` and `misses` count uses of streamed groups that had been prefetched or had to be loaded on demand;
     `stall` is the time of one measured pass that compute waited for copies, None before it was measured.
-    `step_measured` and `activation_peak` are what `step_predicted` and the report's `activation_reserve` turned out as.
+    `gathered_bytes` are embedding tables that stay on the host, `read_bytes` are read from files in each pass, which
+    alone is predicted to take `read_predicted`; `step_measured` and `activation_peak` are what `step_predicted` and the
+    report's `activation_reserve` turned out as.
     """
 
     name: str
@@ -37,7 +40,9 @@ class ComponentReport:
     peak_seen: int
     moved_bytes: int
     host_tier: str
+    host_bytes: dict[str, int]
     pinned_bytes: int
+    disk_bytes: int
     passes: int
     hits: int
     misses: int
@@ -46,6 +51,9 @@ class ComponentReport:
     step_predicted: float | None
     step_measured: float | None
     activation_peak: int | None
+    gathered_bytes: int
+    read_bytes: int
+    read_predicted: float
     notes: tuple[str, ...]
 
 
@@ -56,7 +64,8 @@ class Report:
     `peak_predicted` and `peak_seen` count weight bytes on the execution device (ring, resident groups, fixed weights)
     under the plan in force; `peak_ever` is the highest since the handle was made;
     `moved_bytes` counts host-to-device copies of weights. `activation_reserve` is what the plan leaves to activations,
-    `profile` what mode `"auto"` goes by.
+    `profile` what mode `"auto"` goes by. `host_bytes` and `host_peak` are the host memory that weights and staging
+    take, and took at most; `disk_bytes` counts what was read from checkpoint files for them.
 
     Example:
         >>> print(pipe.layerwise_offload.report())
@@ -75,6 +84,10 @@ class Report:
     copies: int
     activation_reserve: int
     profile: str | None
+    host_budget: int | None
+    host_bytes: int
+    host_peak: int
+    disk_bytes: int
     components: tuple[ComponentReport, ...]
     notes: tuple[str, ...]
 
@@ -91,18 +104,36 @@ class Report:
             + _ring(self.ring_slots, self.ring_slot_bytes),
             *_table(self.components),
             *([f"profile: {self.profile}"] if self.profile is not None else []),
+            self._host(),
             *(f"note: {note}" for note in self.notes),
         ]
         lines += [f"note: {c.name}: {note}" for c in self.components for note in c.notes]
         return "\n".join(lines)
+
+    def _host(self) -> str:
+        text = f"host memory {format_bytes(self.host_bytes)} (peak {format_bytes(self.host_peak)})"
+        if self.host_budget is not None:
+            text += f" of {format_bytes(self.host_budget)}"
+        text += "".join(f"; {_tiers(component)}" for component in self.components)
+        if self.disk_bytes:
+            each = sum(component.read_predicted for component in self.components)
+            text += f"; {format_bytes(self.disk_bytes)} read from files"
+            text += f" ({each:.3f} s for a pass of each)" if each else ""
+        return text
+
+
+def _tiers(component: ComponentReport) -> str:
+    held = " and ".join(f"{format_bytes(count)} {tier}" for tier, count in component.host_bytes.items())
+    return f"{component.name} {held}"
 
 
 def _ring(slots: int, slot_bytes: int) -> str:
     return f"; ring of {slots} slot{'s' * (slots > 1)} of {format_bytes(slot_bytes)}" if slots else ""
 
 
-def make_report(runtime: Runtime, notes: list[str]) -> Report:
+def make_report(runtime: Runtime, notes: list[str], host: HostMemory) -> Report:
     """Reads a runtime's plan and counters."""
+    host_bytes = host.count(runtime.schedules)
     plan, transfer = runtime.plan, runtime.transfer
     components = tuple(_component(s, plan, runtime) for s in runtime.schedules)
     return Report(
@@ -119,6 +150,10 @@ def make_report(runtime: Runtime, notes: list[str]) -> Report:
         transfer.copies,
         plan.reserve,
         None if runtime.terms.policy is None else str(runtime.terms.policy.profile),
+        None if host.plan is None else host.plan.budget,
+        host_bytes,
+        host.peak,
+        sum(c.disk_bytes for c in components),
         components,
         (*notes, *runtime.fitting.decision().notes),
     )
@@ -141,8 +176,10 @@ def _component(schedule: Schedule, plan: OffloadPlan, runtime: Runtime) -> Compo
         peak_predicted=part.fixed_bytes + part.resident_bytes + (plan.ring_bytes if part.largest_streamed else 0),
         peak_seen=account.peak + (plan.ring_bytes if account.in_ring else 0),
         moved_bytes=account.moved,
-        host_tier=schedule.store.tier.value,
+        host_tier=main_tier(schedule),
+        host_bytes=held(schedule),
         pinned_bytes=schedule.store.pinned_bytes,
+        disk_bytes=schedule.store.disk_bytes,
         passes=counters.passes,
         hits=counters.hits,
         misses=counters.misses,
@@ -151,6 +188,9 @@ def _component(schedule: Schedule, plan: OffloadPlan, runtime: Runtime) -> Compo
         step_predicted=part.step,
         step_measured=runtime.fitting.clock.seconds(schedule.name),
         activation_peak=runtime.fitting.need_of(schedule.name),
+        gathered_bytes=part.gathered_bytes,
+        read_bytes=part.read_bytes,
+        read_predicted=part.read_seconds,
         notes=tuple(schedule.store.notes),
     )
 

@@ -16,11 +16,11 @@ from .errors import LayerwiseOffloadError
 from .fitting import WORTHWHILE, Fitting
 from .passes import PassLog
 from .plan import OffloadPlan
+from .readahead import ReadAhead
 from .schedule import Schedule
 from .search import Request, steady_step
 from .sharing import Sharing
 from .shortage import Planning, Shortage
-from .simulate import Link
 from .tensors import ALIGNMENT
 from .terms import Terms
 from .transfer import Ring, Transfer
@@ -49,7 +49,9 @@ class Runtime:
         self.is_closed = False
         self.owner: object = None
         self.restructure: Callable[[Schedule], None] = lambda _: None
+        self.host_limit: Callable[[], int | None] = lambda: None
         self._is_torn = False
+        self._ahead = ReadAhead()
         self.sharing = Sharing(self)
         self._active: Schedule | None = None
         self.tuner = Tuner(transfer)
@@ -79,7 +81,7 @@ class Runtime:
             self.fitting.total,
             self.terms.reserve if self.terms.has_calls else self.terms.reserve or 0,
             self.terms.residency,
-            self.tuner.link or Link(),
+            self.tuner.link_for(self.schedules),
             self.sharing.sorted(),
             provisional=self.is_provisional(),
             strict=strict,
@@ -248,20 +250,23 @@ class Runtime:
         self._depth = 0
 
     def release(self) -> None:
-        """Gives all device memory back until the next pass. Idempotent."""
+        """Gives all device memory back until the next pass, and unlocks host memory. Idempotent."""
         with self.lock:
             if self.is_closed or self.transfer.is_elsewhere:
                 return
             self._follow_stream()
+            self._ahead.stop()
             self._active = None
             for schedule in self.schedules:
                 schedule.leave()
+                schedule.store.rest()
             if self.ring is not None:
                 self.ring.close()
 
     def close(self) -> None:
         """The hooks were removed: from here on this does nothing any more."""
         self.is_closed = True
+        self._ahead.stop()
         for schedule in self.schedules:
             schedule.close()
 
@@ -305,6 +310,7 @@ class Runtime:
         self.shortage.within_less(lambda: self._take_memory(schedule))
         self.tuner.start(schedule)
         schedule.begin_pass()
+        self._ahead.start(schedule)
         self.fitting.begin_pass(schedule)
 
     def _take_memory(self, schedule: Schedule) -> None:
@@ -356,7 +362,7 @@ class Runtime:
         """The plan with a component's new times, where it is enough faster than the one in force."""
         if not self.plan.component(schedule.name).largest_streamed or self.plan.mode not in (Mode.AUTO, Mode.SPEED):
             return None
-        spec, link = schedule.spec(), self.tuner.link or Link()
+        spec, link = schedule.spec(), self.tuner.link_for(self.schedules)
         new = self._make_plan()
         return new if steady_step(spec, new, link) < WORTHWHILE * steady_step(spec, self.plan, link) else None
 

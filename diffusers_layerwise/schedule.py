@@ -109,6 +109,10 @@ class Schedule:
         self.component, self.is_stale, self.record = component, False, []
         self._fix(component)
 
+    def units_and_fixed(self) -> list[Unit]:
+        """Every unit, and what stays on the device as one more."""
+        return [*self.component.units, self._fixed_unit]
+
     # ------------------------------------------------------------------ plan
     def spec(self) -> ComponentSpec:
         """This component as a plan sees it: units in execution order, with measured times if there are any."""
@@ -134,6 +138,9 @@ class Schedule:
         """
         self.drop_all()
         self.ring = ring
+        tables = {unit.name for unit in plan.units if unit.gathered}
+        for unit in self.order.sequence:
+            unit.is_gathered = unit.name in tables
         if self.order.used or all(group.resident for group in plan.groups):
             cuts = [(g.name, g.start, g.stop, g.resident) for g in plan.groups]
         else:
@@ -141,7 +148,9 @@ class Schedule:
         groups: list[Group] = []
         group_of: dict[int, Group] = {}
         for name, start, stop, resident in cuts:
-            units = self.order.sequence[start:stop]
+            units = [unit for unit in self.order.sequence[start:stop] if not unit.is_gathered]
+            if not units:
+                continue
             group = Group(f"{self.name}.{name}", units, self.store, self.transfer, self.account, resident)
             groups.append(group)
             group_of.update((unit.index, group) for unit in units)
@@ -151,6 +160,7 @@ class Schedule:
     def pack(self) -> None:
         """Packs the units that were used, in the order of first use. Offloads all groups first."""
         self.renew()
+        self.store.settle()
         self.store.pack(unit for unit in self.order.sequence if unit.index in self.order.used)
 
     def _expect(self, order: Sequence[int]) -> None:
@@ -159,11 +169,13 @@ class Schedule:
         for group in self.groups:
             runs.append((start, start + len(group.units)))
             start += len(group.units)
+        order = [index for index in order if index in self._group_of]
         self._course.expect([(self.groups[g], b - a) for g, a, b in group_uses(positions(order, units), runs)])
 
     # ------------------------------------------------------------------ use
     def enter(self) -> None:
         """Starts a use: loads what stays resident whoever runs. Idempotent; renews what was replaced meanwhile."""
+        self.store.wake()
         if self.fixed is None:
             return
         if self.fixed.state is GroupState.READY and self.fixed.outdated():

@@ -10,6 +10,7 @@ import torch
 
 from .config import Mode, Placement, Residency, format_bytes
 from .errors import named_out_of_memory
+from .gather import gathered
 from .placement import place, refine
 from .plan import Choice, ComponentPlan, ComponentSpec, GroupPlan, OffloadPlan, cut
 from .rings import MIB, RingShape, candidates, runs_of, sizes_of, smallest_ring
@@ -79,6 +80,7 @@ def smallest_peak(specs: Sequence[ComponentSpec], residency: Residency = Residen
         specs (`Sequence[ComponentSpec]`): The components.
         residency (`Residency`): How long resident groups stay where a component's config doesn't say.
     """
+    specs = gathered(specs)
     streamed = _streamed(specs)
     if not streamed:
         return _set_aside(specs) + _whole_in_use(specs)
@@ -99,13 +101,14 @@ def make_plan(specs: Sequence[ComponentSpec], request: Request) -> OffloadPlan:
     Raises:
         torch.OutOfMemoryError: No plan fits the budget; the message says the smallest that works.
     """
-    given, specs = specs, _settle([_as_mapped(s) for s in specs], request)
+    given, specs = specs, _settle([_as_mapped(s) for s in gathered(specs, only_asked=True)], request)
     least = smallest_peak(specs, request.residency)
     # A plan in force is only made anew: explicit residents are then kept as far as they fit.
     if request.strict and request.budget is not None and least > request.budget:
         raise _too_small(request, least, given)
     if request.mode in (Mode.AUTO, Mode.SPEED) and _all_fit(specs, request.budget):
         return _plan(specs, request, RingShape(0, 0, WHOLE_PIECE), all_resident=True)
+    specs = gathered(specs)
     streamed = _streamed(specs)
     ring = _best_ring(streamed, specs, request) if streamed else RingShape(0, 0, WHOLE_PIECE)
     return _plan(specs, request, ring)
@@ -306,7 +309,9 @@ def _component(spec: ComponentSpec, ring: RingShape, specs: Sequence[ComponentSp
         else:
             step = simulate(line, sizes, resident, *shape, request.link).step
     groups = _groups(spec, runs, sizes, resident)
-    return _planned(spec, groups, _residency(spec, request), step, None if step is None else line.compute)
+    planned = _planned(spec, groups, _residency(spec, request), step, None if step is None else line.compute)
+    reads = sum(line.reads[g] for g in line.groups if not resident[g]) if line.reads else 0.0
+    return dataclasses.replace(planned, read_seconds=reads)
 
 
 def _planned(

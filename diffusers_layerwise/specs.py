@@ -10,6 +10,8 @@ from .plan import UnitSpec
 
 #: The chunk of units that aren't packed (yet): they don't lie in one region with packed ones.
 UNPACKED = -1
+#: That of units that are read from files, or through their mappings.
+READ = -2
 
 
 def unit_specs(sequence: Sequence[Unit], store: HostStore) -> tuple[UnitSpec, ...]:
@@ -18,8 +20,22 @@ def unit_specs(sequence: Sequence[Unit], store: HostStore) -> tuple[UnitSpec, ..
     specs = []
     for unit in sequence:
         place = store.place(unit)
-        chunk = UNPACKED if place is None else chunks.setdefault(id(place.chunk), len(chunks))
-        specs.append(UnitSpec(unit.name, unit.layer, unit.size, chunk, unit.resident, unit.on_disk, unit.tensors))
+        away = UNPACKED if store.tier_of(unit).takes_memory else READ
+        chunk = away if place is None else chunks.setdefault(id(place.chunk), len(chunks))
+        is_read = place is None and (unit.on_disk or not store.tier_of(unit).takes_memory)
+        specs.append(
+            UnitSpec(
+                unit.name,
+                unit.layer,
+                unit.size,
+                chunk,
+                unit.resident,
+                unit.on_disk,
+                unit.tensors,
+                is_read,
+                unit.can_gather,
+            )
+        )
     return tuple(specs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from collections.abc import Iterable
 
@@ -10,6 +11,8 @@ from torch import nn
 
 #: Kernels want 16 to 32 bytes, and torch's own allocators give 256 or more.
 ALIGNMENT = 256
+#: What the widest loads of CPUs are aligned to, and torch's own memory there.
+CACHE_LINE = 64
 
 
 def align(count: int) -> int:
@@ -92,17 +95,30 @@ class Extent:
 
     Nearly always one entry. Views that overlap (halves of a fused matrix) share an extent, so that what was shared
     stays shared and is moved once.
+
+    `lead` is how far it began from a multiple of [`CACHE_LINE`] where it was loaded. Kernels of a CPU round differently
+    where weights aren't aligned, as in a file: copies begin at the same distance there, so that results are those of
+    the weights in place.
     """
 
     entries: list[Entry]
     offsets: list[int]
     nbytes: int
     source: torch.Tensor
+    lead: int = 0
 
     @property
     def size(self) -> int:
-        """Bytes that the extent takes in a region: `nbytes` rounded up to [`ALIGNMENT`]."""
-        return align(self.nbytes)
+        """Bytes that the extent takes in a region: `nbytes` behind its lead, rounded up to [`ALIGNMENT`]."""
+        return align(self.nbytes + self.lead)
+
+    def shift(self, device: torch.device) -> int:
+        """Where in its part of a region the extent begins on a device: accelerators want it aligned."""
+        return self.lead if device.type == "cpu" else 0
+
+    def is_as_loaded(self) -> bool:
+        """Whether its bytes begin as far from a multiple of [`CACHE_LINE`] as where they were loaded."""
+        return self.source.data_ptr() % CACHE_LINE == self.lead
 
 
 def collect_extents(entries: Iterable[Entry]) -> list[Extent]:
@@ -138,4 +154,15 @@ def _extent(cluster: list[tuple[int, int, int, Entry]]) -> Extent:
     base = next(c[3].host for c in cluster if c[0] == first)
     with torch.inference_mode(False), torch.no_grad():
         source = raw_bytes(base, end - first)
-    return Extent(entries, [c[0] - first for c in cluster], end - first, source)
+    lead = source.data_ptr() % CACHE_LINE if base.device.type == "cpu" and end > first else 0
+    lead = lead if all(lead % entry.host.element_size() == 0 for entry in entries) else 0
+    return Extent(entries, [c[0] - first for c in cluster], end - first, source, lead)
+
+
+def move_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies bytes from host memory to host memory, without a lock on the interpreter and in this thread alone.
+
+    torch's own copy would start a team of threads for each thread that copies, which then spins beside those that
+    compute.
+    """
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())

@@ -39,11 +39,12 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class TracedUnit:
-    """A unit: its name, layer, and bytes in a region."""
+    """A unit: its name, layer, bytes in a region, and whether the host can look up its rows."""
 
     name: str
     layer: str | None
     size: int
+    can_gather: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .tensors import ALIGNMENT
+from .tensors import ALIGNMENT, move_bytes
 
 Copy = tuple[torch.Tensor, torch.Tensor]
 _serials = itertools.count()
@@ -148,6 +148,30 @@ class Transfer:
                 target.copy_(source, non_blocking=True)
             assert lease.ready is not None
             lease.ready.record(self.copy_stream)
+
+    # What `reader` queues from its own thread, piece by piece, between these two.
+    def wait_until_free(self, lease: Lease) -> None:
+        """Puts the copy stream behind the last readers of a lease's memory."""
+        for event in lease.after if self.is_async else ():
+            if event is not None:
+                self.copy_stream.wait_event(event)
+
+    def record_ready(self, lease: Lease) -> None:
+        """Records a lease's ready event behind what the copy stream has been given so far."""
+        if lease.ready is not None:
+            lease.ready.record(self.copy_stream)
+
+    def queue_copies(self, copies: Sequence[Copy], done: torch.Event | None) -> None:
+        """Queues copies without a wait before or a ready event after them; `done` is reached when they are over."""
+        if not self.is_async:
+            for target, source in copies:
+                move_bytes(target, source)
+            return
+        with self._copying():
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+            if done is not None:
+                done.record(self.copy_stream)
 
     def _copying(self) -> Any:
         if hasattr(self.copy_stream, "__enter__"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 from .measure import PassTimer
 from .schedule import Schedule
 from .simulate import Link
@@ -9,6 +12,8 @@ from .transfer import Ring, Transfer, plain_tensors
 
 #: Passes whose times are measured: the first, which also shows the order, and the second, with prefetch at work.
 MEASURED_PASSES = 2
+#: Bytes read from files that tell how fast that is.
+ENOUGH_BYTES = 64 << 20
 
 
 class Tuner:
@@ -51,6 +56,15 @@ class Tuner:
             return False
         schedule.order.times = (busy, gap)
         return True
+
+    def link_for(self, schedules: Sequence[Schedule]) -> Link:
+        """The link as far as it was measured: copies once, reads from files on the way."""
+        link = self.link or Link()
+        tables = [each.store.table for each in schedules if each.store.table is not None]
+        loaded, seconds = sum(table.loaded for table in tables), sum(table.seconds for table in tables)
+        if loaded < ENOUGH_BYTES or seconds <= 0:
+            return link
+        return dataclasses.replace(link, disk=loaded / seconds)
 
     def forget(self, schedule: Schedule) -> None:
         """A component is gone, or has changed its structure: it is timed anew."""

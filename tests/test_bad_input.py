@@ -102,7 +102,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"config": {"prefetch": "2"}}, ValueError, "config.prefetch as a text is a size and needs a unit ('256MiB')"),
     ({"config": {"resident": 1.5}}, ValueError, "config.resident as a share must lie between 0.0 and 1.0, got 1.5"),
     ({"config": {"resident": -2}}, ValueError, "config.resident must be 0 or more groups, got -2"),
-    ({"config": {"host": "disk"}}, ValueError, "config.host must be one of ['pinned', 'pageable'], got 'disk'"),
+    (
+        {"config": {"host": "disk"}},
+        ValueError,
+        "config.host must be one of ['pinned', 'pageable', 'mapped', 'file'], got 'disk'",
+    ),
     ({"config": {"placement": "best"}}, ValueError, "config.placement must be one of ['stall', 'spread', 'prefix']"),
     ({"config": {"prefech": 1}}, ValueError, "config has no field 'prefech'. Did you mean 'prefetch'?"),
     ({"config": 3}, TypeError, "config must be a LayerwiseOffloadConfig or a dict of its fields"),

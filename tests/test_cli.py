@@ -51,6 +51,26 @@ def test_plan_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "group offload, leaf, stream" in [rival["name"] for rival in values["compare"]]
 
 
+def test_plan_knows_host_memory_and_the_disk(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(plan(folder, "--mode", "memory", "--json")) == 0
+    free = json.loads(capsys.readouterr().out)
+    assert (free["disk_bytes"], free["host_peak_bytes"]) == (0, None)
+    assert main(plan(folder, "--mode", "memory", "--host-memory", "100KiB", "--json")) == 0
+    tight = json.loads(capsys.readouterr().out)
+    parts = {p["name"]: p for p in tight["predictions"]}
+    # Nothing can be held beside the staging buffers: the denoiser is read in each of its passes.
+    assert parts["transformer"]["disk_bytes"] == parts["transformer"]["streamed_bytes"] * parts["transformer"]["calls"]
+    assert tight["disk_bytes"] == sum(p["disk_bytes"] for p in parts.values()) > 0
+    assert tight["disk_step_seconds"] > 0
+    assert tight["bound"] == "disk"
+    assert tight["total_seconds"] > free["total_seconds"]
+    assert set(tight["host"]["nbytes"]["transformer"]) == {"file"}
+    assert main(plan(folder, "--host-memory", "64GiB")) == 0
+    out = capsys.readouterr().out
+    assert "host memory" in out
+    assert "0 B a call from files" in out
+
+
 def test_plan_draws(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert main(plan(folder, "--plot", str(tmp_path / "x.png"))) == 0

@@ -122,7 +122,7 @@ def test_nothing_given_leaves_the_choice_to_the_plan() -> None:
     config = LayerwiseOffloadConfig.read(None)
     assert config == LayerwiseOffloadConfig()
     assert config.placement is Placement.STALL
-    assert all(getattr(config, name) is None for name in FIELDS if name != "placement")
+    assert all(getattr(config, name) is None for name in FIELDS if name not in ("placement", "host_memory_budget"))
 
 
 def test_texts_become_members_and_sizes_become_bytes() -> None:
@@ -155,6 +155,8 @@ def test_texts_become_members_and_sizes_become_bytes() -> None:
         {"group_size": "layer"},
         {"group_size": 1},
         {"activation_reserve": 0},
+        {"host_memory_budget": None},
+        {"host_memory_budget": "auto"},
         {"prefetch": None, "resident": None, "group_size": None, "host": None},
     ],
     ids=str,
@@ -184,7 +186,11 @@ def test_limits_are_valid(given: dict[str, Any]) -> None:
         ({"placement": "prefx"}, ValueError, "Did you mean 'prefix'?"),
         ({"placement": None}, ValueError, "config.placement must be one of ['stall', 'spread', 'prefix'], got None"),
         ({"residency": "lastin"}, ValueError, "config.residency must be one of ['use', 'lasting'], got 'lastin'"),
-        ({"host": "disk"}, ValueError, "config.host must be one of ['pinned', 'pageable'], got 'disk'"),
+        (
+            {"host": "disk"},
+            ValueError,
+            "config.host must be one of ['pinned', 'pageable', 'mapped', 'file'], got 'disk'",
+        ),
         ({"group_size": 0}, ValueError, "config.group_size (bytes or 'layer') must be more than 0 bytes"),
         ({"group_size": -5}, ValueError, "config.group_size (bytes or 'layer') must be more than 0 bytes"),
         ({"group_size": "huge"}, ValueError, "config.group_size (bytes or 'layer') must be bytes"),

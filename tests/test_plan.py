@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -183,6 +183,53 @@ def test_time_between_groups_hides_copies_and_latency_adds_to_each() -> None:
     assert run([100] * 3, "abc", 1.0, 1, gap=1.0).step == pytest.approx(6.0)
     line = Timeline((0, 1, 2), (0.5,) * 3, (0.0,) * 3)
     assert simulate(line, [100] * 3, [False] * 3, 100, 2, Link(100.0, 0.25)).step == pytest.approx(3.75)
+
+
+@pytest.mark.parametrize(
+    ("reads", "hold", "slots", "step"),
+    [
+        # All from a disk at half the link's pace: the disk sets it, copies and compute hide behind it.
+        ((2.0, 2.0, 2.0), 1.0, 2, 6.0),
+        # With one slot, reading and computing take turns.
+        ((2.0, 2.0, 2.0), 1.0, 1, 9.0),
+        # Compute-bound: reads hide.
+        ((2.0, 2.0, 2.0), 3.0, 2, 9.0),
+        # One group from the disk: the others' copies don't wait for its read.
+        ((0.0, 0.0, 2.0), 1.0, 3, 3.0),
+    ],
+)
+def test_reads_from_a_disk_are_a_queue_of_their_own(
+    reads: tuple[float, ...], hold: float, slots: int, step: float
+) -> None:
+    line = Timeline((0, 1, 2), (hold,) * 3, (0.0,) * 3, reads)
+    assert simulate(line, [100] * 3, [False] * 3, 100, slots, SECOND).step == pytest.approx(step)
+
+
+def from_disk(spec: ComponentSpec, read: Callable[[int], bool]) -> ComponentSpec:
+    """The same component with some units in files."""
+    return dataclasses.replace(
+        spec, units=tuple(dataclasses.replace(u, is_read=read(i)) for i, u in enumerate(spec.units))
+    )
+
+
+def test_a_plan_keeps_what_comes_from_a_slow_disk_and_reads_ahead_of_the_rest() -> None:
+    size = 64 * MIB
+    flat = tuple(UnitSpec(f"u{i}", str(i), size) for i in range(24))
+    spec = ComponentSpec("a", flat, tuple(range(24)), 0, 24 * size, busy=(0.01,) * 24, gap=(0.0,) * 24)
+    request = Request(Mode.SPEED, 12 * size, 0, link=Link(22e9, 1e-5, 2e9))
+    plans = [make_plan([from_disk(spec, read)], request) for read in (lambda _: False, lambda i: i % 2, lambda _: True)]
+    nothing, half, everything = (plan.components[0] for plan in plans)
+    assert nothing.step is not None
+    assert half.step is not None
+    assert everything.step is not None
+    assert nothing.step < half.step < everything.step
+    # Most of what is resident would have to be read.
+    kept = [unit for g in half.groups if g.resident for unit in half.units[g.start : g.stop]]
+    assert sum(unit.is_read for unit in kept) > len(kept) / 2
+    assert everything.step == pytest.approx(everything.read_seconds, rel=0.05)
+    assert everything.read_bytes == everything.streamed_bytes
+    assert "read from files in" in str(plans[2])
+    assert (nothing.read_bytes, nothing.read_seconds) == (0, 0.0)
 
 
 # ---- placement

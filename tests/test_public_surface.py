@@ -36,8 +36,8 @@ from factory import CASES
 
 NAMES = """
     Hardware LayerwiseOffloadConfig LayerwiseOffloadError OffloadHandle OffloadPlan OffloadProfile PredictedPlan
-    apply_layerwise_offload disable_layerwise_offload enable_layerwise_offload plan_layerwise_offload register_layers
-    register_profile
+    apply_layerwise_offload disable_layerwise_offload enable_layerwise_offload from_pretrained plan_layerwise_offload
+    register_layers register_profile
 """.split()
 
 
@@ -128,6 +128,9 @@ def test_config_fields_and_defaults() -> None:
         "host": None,
         "activation_reserve": None,
         "device_map": None,
+        "host_memory_budget": "auto",
+        "checkpoint": None,
+        "embeddings": None,
     }
 
 

@@ -23,12 +23,12 @@ TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text()
 
 KEYS = """
     version mode device budget weights ring_slots ring_slot_bytes peak_predicted peak_seen peak_ever moved_bytes copies
-    activation_reserve profile components notes
+    activation_reserve profile host_budget host_bytes host_peak disk_bytes components notes
 """.split()
 COMPONENT_KEYS = """
     name choice weights groups resident_groups streamed_groups resident_bytes streamed_bytes fixed_bytes peak_predicted
-    peak_seen moved_bytes host_tier pinned_bytes passes hits misses dropped stall step_predicted
-    step_measured activation_peak notes
+    peak_seen moved_bytes host_tier host_bytes pinned_bytes disk_bytes passes hits misses dropped stall step_predicted
+    step_measured activation_peak gathered_bytes read_bytes read_predicted notes
 """.split()
 
 
