@@ -79,17 +79,7 @@ def plan_layerwise_offload(
     host = host if host_memory_budget is None else parse_bytes(host_memory_budget, "host_memory_budget")
     notes: list[str] = []
     device = resolve(hardware, notes)
-    declared: Any = pipe_or_folder
-    if isinstance(pipe_or_folder, DiffusionPipeline):
-        trace = trace_loaded(pipe_or_folder, call_kwargs)
-    elif isinstance(pipe_or_folder, (str, Path)):
-        index = read_index(Path(pipe_or_folder))
-        declared = Outline(pipeline_class(index), index)
-        trace = trace_folder(Path(pipe_or_folder), read_dtype(dtype), call_kwargs)
-    else:
-        raise TypeError(
-            f"plan_layerwise_offload needs a DiffusionPipeline or a folder, got {type(pipe_or_folder).__name__}."
-        )
+    declared, trace = _traced(pipe_or_folder, dtype, call_kwargs)
     problem = make_problem(trace, device, chosen_mode, components, options, notes)
     if chosen_mode is Mode.AUTO:
         found = find_profile(declared)
@@ -105,6 +95,21 @@ def plan_layerwise_offload(
             plan = predict(other, total, [*notes, *_tiling_notes(trace, problem)], host)
             return dataclasses.replace(plan, tiled=tiled)
     return predict(problem, total, notes, host)
+
+
+def _traced(
+    pipe_or_folder: DiffusionPipeline | str | Path, dtype: torch.dtype | str | None, call: dict[str, Any]
+) -> tuple[Any, Trace]:
+    """What declares a profile, and the trace of the call."""
+    if isinstance(pipe_or_folder, DiffusionPipeline):
+        return pipe_or_folder, trace_loaded(pipe_or_folder, call)
+    if isinstance(pipe_or_folder, (str, Path)):
+        index = read_index(Path(pipe_or_folder))
+        trace = trace_folder(Path(pipe_or_folder), read_dtype(dtype), call)
+        return Outline(pipeline_class(index), index), trace
+    raise TypeError(
+        f"plan_layerwise_offload needs a DiffusionPipeline or a folder, got {type(pipe_or_folder).__name__}."
+    )
 
 
 def _tiling_notes(trace: Trace, without: Problem) -> list[str]:
