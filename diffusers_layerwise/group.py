@@ -131,7 +131,7 @@ class Group:
             self.state = GroupState.HOST
             return
         if used:
-            if binding.is_touched() or not lease.slots:
+            if binding.is_touched() or not lease.slots or binding.is_rearranged(lease):
                 binding.keep_edits(lease)
             binding.point_home()
         self.state = GroupState.HOST

@@ -174,7 +174,7 @@ def refuse_gradients(schedule: Schedule, args: Any, kwargs: Any) -> None:
     if not torch.is_grad_enabled():
         return
     asked = requires_grad(args) or requires_grad(kwargs)
-    if asked or any(entry.tensor.requires_grad for entry in schedule.component.entries()):
+    if asked or any(entry.held.requires_grad for entry in schedule.component.entries()):
         what = "an input" if asked else "its weights"
         raise LayerwiseOffloadError(
             f"{schedule.name!r} streams its layers and was called with gradients enabled while {what} require them; a "

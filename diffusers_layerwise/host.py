@@ -71,6 +71,9 @@ class HostStore:
     Args:
         device (`torch.device`): The execution device.
         tier (`HostTier`): Pageable stores never pack.
+
+    Attributes:
+        has_gaps (`bool`): Whether units lost their place since the last packing: their weights were replaced.
     """
 
     def __init__(self, device: torch.device, tier: HostTier) -> None:
@@ -78,6 +81,7 @@ class HostStore:
         self.tier = tier
         self.notes: list[str] = []
         self.was_interrupted = False
+        self.has_gaps = False
         self._is_full = False
         self._places: dict[Unit, Place] = {}
         self._chunks: list[Chunk] = []
@@ -114,6 +118,7 @@ class HostStore:
 
         The units must be offloaded. Does nothing in the pageable tier. Idempotent.
         """
+        self.has_gaps = False
         if self.tier is not HostTier.PINNED:
             return
         if self._is_full:

@@ -131,7 +131,7 @@ def apply_layerwise_offload(
     if away is not None:
         raise mapping.refuse_elsewhere(name, device, away)
     residence = mapping.residence(name, module, device, options)
-    component = checked(name, module, conflicts.is_replaceable(module), residence)
+    component = checked(name, module, device, conflicts.is_replaceable(module), residence, options.adapters)
     terms = Terms(chosen_mode, budget, options.activation_reserve or 0, options.residency or Residency.LASTING, False)
     members = Members(Selection(None, chosen_mode, options, device, terms), bare=module)
     members.adopt_bare(Wanted(component, Choice.LAYERWISE, options, residence=residence))

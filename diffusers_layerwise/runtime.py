@@ -336,7 +336,7 @@ class Runtime:
     def _learn(self, schedule: Schedule) -> None:
         """Before a pass: takes in what earlier ones showed of this component, its order and its times."""
         timed = self.tuner.take(schedule)
-        if schedule.order.is_due:
+        if schedule.order.is_due or schedule.store.has_gaps:
             part = self.plan.component(schedule.name)
             # A whole component is packed too where it is loaded again for each use.
             if part.largest_streamed or part.residency is Residency.USE:

@@ -13,12 +13,12 @@ PACKAGE = Path(__file__).resolve().parent.parent / "diffusers_layerwise"
 DESIGN = PACKAGE.parent / "docs" / "design.md"
 
 ORDER = """
-    errors device_maps config watch tensors residence reads discovery platform host plan selection profiles
-    simulate placement rings search auto transfer binding group demand measure specs order course schedule tuning passes
-    sharing shortage activations clock terms fitting locks runtime
-    inputs attempt copies hooks patches moves weights_maps dispatched conflicts report mapping components slots
-    adoption members handle switches pipeline flops live twins fake headers standins skeleton trace recorder cache
-    tracing hardware cost predict rivals cli __init__ __main__
+    errors device_maps config watch tensors parts adapters residence reads discovery platform host plan selection
+    profiles simulate placement rings search auto transfer binding group demand measure specs order course schedule
+    tuning passes sharing shortage activations clock terms fitting locks runtime inputs attempt copies hooks patches
+    moves weights_maps dispatched conflicts report mapping components slots adoption members handle switches
+    pipeline flops live twins fake headers standins skeleton trace recorder cache tracing hardware cost predict
+    rivals cli __init__ __main__
 """.split()
 """Each module imports only from those before it."""
 

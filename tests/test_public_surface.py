@@ -128,6 +128,7 @@ def test_config_fields_and_defaults() -> None:
         "host": None,
         "activation_reserve": None,
         "device_map": None,
+        "adapters": None,
     }
 
 
