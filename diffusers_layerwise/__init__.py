@@ -20,7 +20,8 @@ from .pipeline import (
     enable_layerwise_offload,
 )
 from .plan import OffloadPlan
-from .predict import PredictedPlan, plan_layerwise_offload
+from .planning import plan_layerwise_offload
+from .predict import PredictedPlan
 from .profiles import OffloadProfile, register_profile
 
 __version__ = "0.1.0"

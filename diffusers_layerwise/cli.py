@@ -14,7 +14,8 @@ import torch
 from . import hardware as devices
 from .config import format_bytes
 from .errors import LayerwiseOffloadError
-from .predict import PlanPoint, PredictedPlan, plan_layerwise_offload
+from .planning import plan_layerwise_offload
+from .predict import PlanPoint, PredictedPlan
 from .rivals import Rival, rivals
 
 #: Characters of the longest bar in a chart.
@@ -56,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--mode", default="auto", help="auto, memory, speed or manual")
     plan.add_argument("--components", metavar="NAMES", help="what to stream, such as transformer,text_encoder")
+    plan.add_argument(
+        "--tiling", action=argparse.BooleanOptionalAction, help="with the VAE's tiling; by default where it is needed"
+    )
     plan.add_argument("--arg", action="append", default=[], metavar="NAME=VALUE", help="another argument of the call")
     plan.add_argument("--compare", action="store_true", help="show the other ways to offload beside it")
     plan.add_argument("--json", action="store_true", help="print JSON")
@@ -115,6 +119,7 @@ def run_plan(options: argparse.Namespace) -> str:
         mode=options.mode,
         components=options.components,
         dtype=options.dtype,
+        vae_tiling=options.tiling,
         **call_arguments(options),
     )
     others = rivals(plan.problem) if options.compare and plan.problem is not None else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -15,6 +15,7 @@ from .plan import Choice, ComponentSpec, OffloadPlan, UnitSpec
 from .rings import runs_of, sizes_of
 from .search import Request, make_plan, smallest_peak, steady_step
 from .simulate import simulate, timeline
+from .specs import UNPACKED
 from .tensors import ALIGNMENT
 from .trace import PassTrace, Trace, TracedComponent
 
@@ -66,7 +67,10 @@ def component_spec(
     used = list(dict.fromkeys(order))
     sequence = used + [index for index in range(len(traced.units)) if index not in set(used)]
     at = {index: position for position, index in enumerate(sequence)}
-    units = tuple(UnitSpec(u.name, u.layer, u.size) for u in (traced.units[i] for i in sequence))
+    # What no pass uses isn't packed with what is used, so no group has units of both.
+    chunks = [0] * len(used) + [UNPACKED if used else 0] * (len(sequence) - len(used))
+    found = zip((traced.units[i] for i in sequence), chunks, strict=True)
+    units = tuple(UnitSpec(u.name, u.layer, u.size, chunk) for u, chunk in found)
     return ComponentSpec(
         traced.name,
         units,
@@ -100,9 +104,16 @@ class Problem:
 
     @property
     def together(self) -> tuple[frozenset[str], ...]:
-        """Components that alternate within a step."""
-        names = frozenset(name for name, _ in self.trace.step_passes())
-        return (names,) if len(names) > 1 else ()
+        """Components that alternate, within a step or elsewhere (text encoders of two prompts), as when they run."""
+        names = {s.name for s in self.specs if s.choice is Choice.LAYERWISE and s.units}
+        names = {name for name in names if self._stays(name) is Residency.USE}
+        sharing = alternating([name for name, _ in self.trace.sequence if name in names])
+        step = frozenset(name for name, _ in self.trace.step_passes())
+        return tuple(sorted(_joined([*sharing, step]), key=sorted))
+
+    def _stays(self, name: str) -> Residency:
+        config = next(s.config for s in self.specs if s.name == name)
+        return config.residency or self.residency
 
     @property
     def main(self) -> ComponentSpec | None:
@@ -133,6 +144,39 @@ class Problem:
         """The search's request."""
         shape = (self.residency, self.hardware.link, self.together)
         return Request(mode or self.mode, total, reserve, *shape, provisional=False)
+
+
+def alternating(passes: Iterable[str]) -> list[frozenset[str]]:
+    """Pairs of components of which each ends the other's use in one call.
+
+    Args:
+        passes (`Iterable[str]`): Whose passes begin, in order.
+
+    Example:
+        >>> [sorted(pair) for pair in alternating(["clip", "t5", "clip", "unet", "vae"])]
+        [['clip', 't5']]
+    """
+    holder: str | None = None
+    ended: set[str] = set()
+    found: list[frozenset[str]] = []
+    for name in passes:
+        if holder not in (None, name):
+            assert holder is not None
+            ended.add(holder)
+            if name in ended:
+                found.append(frozenset([name, holder]))
+        holder = name
+    return found
+
+
+def _joined(groups: Iterable[frozenset[str]]) -> set[frozenset[str]]:
+    """Sets of more than one, those with a common member made one."""
+    found: set[frozenset[str]] = set()
+    for names in groups:
+        if len(names) > 1:
+            common = {other for other in found if other & names}
+            found = (found - common) | {names.union(*common)}
+    return found
 
 
 # ---------------------------------------------------------------------- bytes
@@ -170,7 +214,7 @@ def solve(problem: Problem, total: int | None) -> OffloadPlan:
 def too_small(problem: Problem, total: int, least: int, where: str) -> torch.OutOfMemoryError:
     """The error for a budget below the smallest."""
     tiled = problem.trace.tiled.get(where)
-    hint = f" pipe.enable_vae_tiling() lowers the peak of {where!r} to {format_bytes(tiled)}." if tiled else ""
+    hint = f" pipe.{where}.enable_tiling() lowers that to {format_bytes(tiled.peak)}." if tiled else ""
     needs = problem.activation(where) if where != "the pipeline" else problem.trace.outside_peak
     return torch.OutOfMemoryError(
         f"A memory budget of {format_bytes(total)} is too small for this call: at {where!r}, activations take "

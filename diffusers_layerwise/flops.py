@@ -57,6 +57,12 @@ class Cost:
         else:
             self.other_bytes += nbytes
 
+    def scaled(self, factor: float) -> Cost:
+        """So many times the work."""
+        matmul = {dtype: round(count * factor) for dtype, count in self.matmul.items()}
+        numbers = (self.matmul_bytes, self.attention, self.attention_bytes, self.other_bytes, self.kernels)
+        return Cost(matmul, *(round(number * factor) for number in numbers))
+
     def to_list(self) -> list[Any]:
         """Plain values, for JSON."""
         numbers = (self.matmul_bytes, self.attention, self.attention_bytes, self.other_bytes, self.kernels)

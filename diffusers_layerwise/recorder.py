@@ -9,16 +9,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from .discovery import Component, discover
-from .fake import META, FakeDevice, faked
-from .flops import Cost
+from .fake import FakeDevice, faked
+from .flops import Cost, total
+from .repeats import Given, Leavings, call_key, is_replayable, lists_in, made, shape_of, state_of
 from .trace import Leaf, PassTrace, Trace, TracedComponent, TracedUnit, Use
 
 #: Methods by which pipelines enter a component.
 ENTRIES = ("forward", "encode", "decode", "get_text_features", "get_image_features")
-_PLAIN = (int, str, bool, type(None), torch.dtype, torch.device)
+#: Methods that only autoencoders have.
+CODING = ("encode", "decode")
+#: What diffusers' autoencoders call to join tiles, row by row: thousands of operations for a large video.
+JOINS = ("blend_v", "blend_h", "blend_t")
+#: Modules from which on a part of a component is worth looking at whether it was called alike before.
+LARGE = 8
 
 
 @dataclasses.dataclass
@@ -31,6 +36,10 @@ class _Part:
     def add(self, other: _Part) -> None:
         self.cost.add(other.cost)
         self.high = max(self.high, other.high)
+
+    def again(self, higher: int) -> _Part:
+        """The same work with so many more bytes alive."""
+        return _Part(total([self.cost]), self.high + higher if self.high else 0)
 
 
 def _part() -> _Part:
@@ -65,6 +74,11 @@ class _Open:
         uses = tuple(Use(leaf, b.cost, g.cost, above(b), above(g)) for leaf, b, g in self.uses)
         return PassTrace(uses, self.head.cost, above(self.head), self.base)
 
+    def take_all(self, other: _Open, higher: int) -> None:
+        """Books the uses of a stretch that ran by itself, with so many more bytes alive than it had then."""
+        self.take(other.head.again(higher))
+        self.uses += [(leaf, busy.again(higher), gap.again(higher)) for leaf, busy, gap in other.uses]
+
 
 class Recorder:
     """Listens to components while they run on a fake device.
@@ -83,6 +97,7 @@ class Recorder:
         self._implicit = False
         self._depth = 0
         self._replays: dict[Any, tuple[str, int, Any]] = {}
+        self._parts: dict[Any, tuple[_Open, Leavings]] = {}
         seen: set[int] = set()
         for name, module in modules.items():
             if id(module) not in seen:
@@ -102,6 +117,8 @@ class Recorder:
             if part is not module:
                 part.register_forward_pre_hook(self._before(name, index), prepend=True)
                 part.register_forward_hook(self._after)
+        if any(callable(getattr(type(module), coding, None)) for coding in CODING):
+            self._hook_parts(name, module, {id(part) for _, part in leaves})
         own = next((i for i, (_, part) in enumerate(leaves) if part is module), None)
         for entry in ENTRIES:
             method = getattr(module, entry, None)
@@ -110,6 +127,18 @@ class Recorder:
         units = tuple(TracedUnit(u.name, u.layer, u.size) for u in found.units)
         kinds = tuple(leaf for leaf, _ in leaves)
         return TracedComponent(name, type(module).__name__, found.weights, found.fixed_size, units, kinds)
+
+    def _hook_parts(self, name: str, module: nn.Module, triggers: set[int]) -> None:
+        """Takes the calls of an autoencoder's decoder apart, of which there is one for each tile and each few frames.
+
+        Not other models: transformers collects hidden states of layers aside, which a call that isn't run would miss.
+        """
+        for child, part in module.named_children():
+            if id(part) not in triggers and sum(1 for _ in part.modules()) >= LARGE:
+                part.__dict__["forward"] = self._part(name, child, part, part.forward)
+        for join in JOINS:
+            if callable(method := getattr(module, join, None)):
+                module.__dict__[join] = self._part(name, join, module, method)
 
     def _before(self, name: str, leaf: int) -> Callable[..., None]:
         def before(_module: nn.Module, _args: Any) -> None:
@@ -147,6 +176,39 @@ class Recorder:
             return result
 
         return entry
+
+    def _part(self, name: str, child: str, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A component's part, which isn't run again for a call like an earlier one of the same pass or another."""
+
+        @functools.wraps(method)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            opened = self._open
+            if opened is None or opened.name != name or opened.stack:
+                return method(*args, **kwargs)
+            self._book()
+            key = call_key(self.device, name, child, args, kwargs)
+            lists = list(lists_in((args, kwargs)))
+            if key in self._parts:
+                done, leavings = self._parts[key]
+                opened.take_all(done, self.device.live.now - done.base)
+                result = leavings.leave((args, kwargs), lists)
+                self._book()
+                return result
+            self._open = inner = _Open(name, self.device.live.now)
+            given, before = Given((args, kwargs)), state_of(module)
+            try:
+                result = method(*args, **kwargs)
+            finally:
+                self._book()
+                self._open = opened
+                opened.take_all(inner, 0)
+            if key is not None and state_of(module) == before:
+                found = Leavings.of(self.device, result, given, lists)
+                if found is not None:
+                    self._parts[key] = (inner, found)
+            return result
+
+        return forward
 
     def _blame(self, name: str, error: Exception) -> None:
         if self.components[name].error is None:
@@ -223,7 +285,7 @@ class Recorder:
         done.count += 1
         done.base = max(done.base, self.device.live.now)
         self.sequence.append((name, kind))
-        return pytree.tree_map(lambda leaf: leaf.made() if isinstance(leaf, _Ghost) else leaf, shape)
+        return made(shape)
 
     def trace(self, pipeline: str, notes: list[str], error: Exception | None = None) -> Trace:
         """What was recorded."""
@@ -257,64 +319,6 @@ def find_leaves(component: Component) -> list[tuple[Leaf, nn.Module]]:
         index = None if unit is None else unit.index
         found.append((Leaf(path, type(module).__name__, len(weights), nbytes, index, block), module))
     return found
-
-
-# ---------------------------------------------------------------------- repeated passes
-@dataclasses.dataclass(frozen=True)
-class _Ghost:
-    """A tensor's shape, of which new ones can be made."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    def made(self) -> torch.Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
-
-
-def call_key(device: FakeDevice, name: str, entry: str, args: Any, kwargs: Any) -> Any:
-    """What two calls have in common when one's work tells the other's; None for a call that can't be compared.
-
-    Shapes and options, the values of masks and token ids, not those of floating point inputs: a timestep changes
-    nothing of the work.
-    """
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    found: list[Any] = [name, entry, str(spec)]
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
-            found.append((tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype, leaf.device.type))
-            if not leaf.is_floating_point() and leaf.dim() > 1:
-                value = device.twins.of(leaf)
-                found.append(None if value is None else tuple(value.flatten().tolist()))
-        elif isinstance(leaf, float):
-            found.append("float")
-        elif isinstance(leaf, _PLAIN):
-            found.append((type(leaf).__name__, leaf))
-        else:
-            return None
-    return tuple(found)
-
-
-def is_replayable(device: FakeDevice, result: Any) -> bool:
-    """Whether a result is shapes alone, so that another can be made without running anything."""
-    for leaf in pytree.tree_leaves(result):
-        if isinstance(leaf, torch.Tensor):
-            if not leaf.is_meta or device.twins.of(leaf) is not None:
-                return False
-        elif not isinstance(leaf, (*_PLAIN, float)):
-            return False
-    return True
-
-
-def shape_of(result: Any) -> Any:
-    """A result with shapes in place of its tensors."""
-
-    def ghost(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return _Ghost(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype)
-
-    return pytree.tree_map(ghost, result)
 
 
 # ---------------------------------------------------------------------- entry points
@@ -355,6 +359,8 @@ def trace_pipeline(pipe: Any, device: FakeDevice, call: Mapping[str, Any], notes
     scheduler = getattr(pipe, "scheduler", None)
     if hasattr(scheduler, "step"):
         _mark_steps(scheduler, recorder)
+    if hasattr(pipe, "video_processor") and call.get("output_type") is None:
+        call = {**call, "output_type": "pt"}  # frames as arrays are work of the host alone: gigabytes of zeros
     error: Exception | None = None
     with faked(device):
         try:

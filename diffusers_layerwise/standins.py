@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 
 #: Tokens of a text, for each of its words (subword vocabularies of English text: about 4 tokens for 3 words).
 TOKENS_PER_WORD = 4 / 3
+#: What is a token at least: markers of chat templates, which pipelines cut off by their count, words, signs, line ends.
+PIECES = re.compile(r"<\|[^|]*\|>|\w+|[^\w\s]|\n")
 #: CLIP's text length, and T5's where a pipeline doesn't say (`max_sequence_length` of most calls).
 CLIP_LENGTH, T5_LENGTH = 77, 512
 
@@ -64,7 +67,7 @@ class StandInTokenizer:
         """Tokenizes in shape."""
         texts = [text] if isinstance(text, str) else list(text)
         most = max_length or self.model_max_length
-        counts = [int(len(str(t).split()) * TOKENS_PER_WORD) + 2 for t in texts]
+        counts = [_count(str(t)) + 2 for t in texts]
         length = most if padding == "max_length" else max(counts)
         length = min(length, most) if truncation or padding == "max_length" else length
         ids = torch.zeros(len(texts), length, dtype=torch.long)
@@ -100,6 +103,10 @@ class StandInTokenizer:
     def decode(self, ids: Any, **_: Any) -> str:
         """No text."""
         return ""
+
+
+def _count(text: str) -> int:
+    return max(int(len(text.split()) * TOKENS_PER_WORD), len(PIECES.findall(text)))
 
 
 def stand_in(name: str, kind: str, place: Path, notes: list[str]) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 from .flops import Cost, total
 
 #: Raised when the stored form changes.
-VERSION = 1
+VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +123,14 @@ class TracedComponent:
         return max(self.passes, key=lambda p: (p.cost.flops, len(p.uses)), default=None)
 
 
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """What a VAE takes with tiling: the most bytes of activations alive, and the FLOPs of its passes of a call."""
+
+    peak: int
+    flops: int
+
+
 @dataclasses.dataclass
 class Trace:
     """A pipeline's call.
@@ -134,7 +142,7 @@ class Trace:
             the scheduler is `("", 0)`.
         outside (`Cost`), `outside_peak` (`int`): What runs outside of components: its work, and the most bytes alive.
         error (`str`, *optional*): Why the call could not be traced to its end.
-        tiled (`dict[str, int]`): The activation peak of a VAE with tiling, where without it is the highest of all.
+        tiled (`dict[str, Tiles]`): What a VAE takes with tiling, where without it its activations are the most of all.
         notes (`list[str]`): What was assumed.
     """
 
@@ -145,7 +153,7 @@ class Trace:
     outside_peak: int
     error: str | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
-    tiled: dict[str, int] = dataclasses.field(default_factory=dict)
+    tiled: dict[str, Tiles] = dataclasses.field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -188,7 +196,7 @@ class Trace:
             "outside_peak": self.outside_peak,
             "error": self.error,
             "notes": self.notes,
-            "tiled": self.tiled,
+            "tiled": {name: list(dataclasses.astuple(tiles)) for name, tiles in self.tiled.items()},
         }
 
     @classmethod
@@ -208,8 +216,27 @@ class Trace:
             values["outside_peak"],
             values["error"],
             list(values["notes"]),
-            dict(values["tiled"]),
+            {name: Tiles(*numbers) for name, numbers in values["tiled"].items()},
         )
+
+    def with_tiles(self) -> Trace:
+        """The same call with tiling, where that lowers the peak: its activations and its work, in the order without."""
+        parts = [_in_tiles(c, self.tiled[c.name]) if c.name in self.tiled else c for c in self.components]
+        return dataclasses.replace(self, components=parts, tiled={})
+
+
+def _in_tiles(component: TracedComponent, tiles: Tiles) -> TracedComponent:
+    more = tiles.flops / max(1, component.flops)
+
+    def smaller(one: PassTrace) -> PassTrace:
+        most = max(0, tiles.peak - one.base)
+        uses = tuple(
+            Use(u.leaf, u.busy.scaled(more), u.gap.scaled(more), min(u.high, most), min(u.gap_high, most))
+            for u in one.uses
+        )
+        return PassTrace(uses, one.head.scaled(more), min(one.head_high, most), one.base, one.count)
+
+    return dataclasses.replace(component, passes=[smaller(one) for one in component.passes])
 
 
 def _component_dict(component: TracedComponent) -> dict[str, Any]:

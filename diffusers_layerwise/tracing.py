@@ -19,7 +19,7 @@ from .fake import FakeDevice
 from .headers import checkpoint_files, read_header
 from .recorder import trace_pipeline
 from .skeleton import from_folder, from_pipeline, pipeline_class, read_index
-from .trace import VERSION, Trace
+from .trace import VERSION, Tiles, Trace
 
 PROMPT = "a photo of a cat on a table beside a window"
 
@@ -98,9 +98,9 @@ def _try_tiling(trace: Trace, build: Any, arguments: dict[str, Any]) -> None:
     tiling()
     few = {**arguments, "num_inference_steps": 2} if "num_inference_steps" in arguments else arguments
     again = trace_pipeline(pipe, device, few, [])
-    peak = again.component(top.name).activation_peak
-    if again.error is None and peak < top.activation_peak:
-        trace.tiled[top.name] = peak
+    tiled = again.component(top.name)
+    if again.error is None and tiled.activation_peak < top.activation_peak:
+        trace.tiled[top.name] = Tiles(tiled.activation_peak, tiled.flops)
 
 
 def full_call(cls: Any, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,10 +159,22 @@ def _pipe_key(pipe: DiffusionPipeline) -> list[Any]:
     for name, value in pipe.components.items():
         if isinstance(value, nn.Module):
             shapes = [(n, tuple(t.shape), str(t.dtype)) for n, t in value.state_dict().items()]
-            found.append([name, type(value).__qualname__, shapes, repr(getattr(value, "config", None)), repr(value)])
+            told = (repr(getattr(value, "config", None)), repr(value), _settings(value))
+            found.append([name, type(value).__qualname__, shapes, *told])
         else:
             found.append([name, type(value).__qualname__, repr(getattr(value, "config", None))])
     return found
+
+
+def _settings(module: nn.Module) -> list[Any]:
+    """What was switched on a module and its parts after they were made: tiling, slicing, attention processors."""
+    plain = (bool, int, float, str, type(None))
+    return [
+        [path, name, value if isinstance(value, plain) else type(value).__qualname__]
+        for path, part in module.named_modules()
+        for name, value in sorted(part.__dict__.items())
+        if not name.startswith("_")
+    ]
 
 
 def _call_key(arguments: Mapping[str, Any]) -> list[Any]:

@@ -17,7 +17,8 @@ from diffusers_layerwise import LayerwiseOffloadError, PredictedPlan, plan_layer
 from diffusers_layerwise.config import LayerwiseOffloadConfig, Mode
 from diffusers_layerwise.cost import Problem, pass_times, smallest_budget, solve, total_peak
 from diffusers_layerwise.hardware import PRESETS, Hardware
-from diffusers_layerwise.predict import make_problem, predict
+from diffusers_layerwise.planning import make_problem
+from diffusers_layerwise.predict import predict
 from diffusers_layerwise.recorder import trace_module
 from diffusers_layerwise.rivals import rivals
 from diffusers_layerwise.trace import Trace

@@ -17,8 +17,8 @@ ORDER = """
     profiles simulate placement rings search auto transfer binding group demand measure specs order course schedule
     tuning passes sharing shortage activations clock terms fitting locks runtime inputs attempt copies hooks patches
     moves weights_maps dispatched conflicts report mapping components slots adoption members handle switches
-    pipeline flops live twins fake headers standins skeleton trace recorder cache tracing hardware cost predict
-    rivals cli __init__ __main__
+    pipeline flops live twins fake headers standins skeleton trace repeats recorder cache tracing hardware cost predict
+    planning rivals cli __init__ __main__
 """.split()
 """Each module imports only from those before it."""
 

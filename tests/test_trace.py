@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 
 GIB = 2**30
 QUICK = "flux sdxl wan_two_stage sd15_controlnet".split()
-SLOW = "sd15 sd3 wan ltx hunyuan_video cogvideox svd ltx2".split()
+SLOW = "sd15 sd3 wan qwenimage ltx hunyuan_video cogvideox svd ltx2".split()
 PIPELINES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 
