@@ -82,7 +82,8 @@ def find_wanted(
                 _wanted(name, module, (choice, config, name not in chosen), device, name in on_meta, only_loaded)
             )
         except LayerwiseOffloadError as error:
-            if exact:
+            if exact or (outer_component(module) is None and _is_away(module, device)):
+                # Left out it would meet inputs that are on the device: say it now, not in the first call.
                 raise
             notes.append(f"{name}: skipped: {error}")
     return wanted
@@ -127,6 +128,10 @@ def renewed(item: Wanted, device: torch.device) -> Wanted:
         component=discover(component.module, component.name, residence=residence, adapters=item.config.adapters),
         residence=residence,
     )
+
+
+def _is_away(module: nn.Module, device: torch.device) -> bool:
+    return any(t.device not in (device, torch.device("meta")) for t in [*module.parameters(), *module.buffers()])
 
 
 def _check_skipped(name: str, module: nn.Module, device: torch.device) -> None:

@@ -198,6 +198,7 @@ def _on_host(members: Iterable[Members]) -> Iterator[None]:
     with all_locked(runtimes):
         for runtime in runtimes:
             runtime.release()
+            runtime.transfer.finish()  # a group may have been on its way, and its host copy is written now
         schedules = [schedule for runtime in runtimes for schedule in runtime.schedules]
         before = [_parts(schedule.component.module) for schedule in schedules]
         try:

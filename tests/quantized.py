@@ -58,6 +58,8 @@ def bitsandbytes(bits: int) -> Quantise:
         from bitsandbytes import nn as package
 
         for parent, name, layer in linears(module):
+            if layer.in_features % 64:
+                continue  # its kernels for the CPU want whole blocks
             bias = layer.bias is not None
             new: nn.Linear
             if bits == 4:
