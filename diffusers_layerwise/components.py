@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from . import mapping, platform
+from .casting import casts
 from .config import Adapters, LayerwiseOffloadConfig
 from .discovery import Component, discover
 from .dispatched import is_dispatched
@@ -177,6 +178,12 @@ def refuse_unmovable(component: Component, device: torch.device) -> None:
         meta = any("meta device" in reason for reason in component.unmovable)
         remedy = "Load its weights first (from_pretrained, load_state_dict)." if meta else "Leave it out of components."
         raise LayerwiseOffloadError(f"{component.name!r} can't be streamed: {component.unmovable[0]}{more}. {remedy}")
+    if casts(component.module):
+        raise LayerwiseOffloadError(
+            f"{component.name!r} can't be streamed: layerwise casting converts it as a whole, all weights at once, in "
+            f"each pass. Load it anew and use enable_layerwise_casting() with a skip_modules_pattern: that converts "
+            f"layer by layer."
+        )
     _refuse_layouts(component, device)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from .adapters import adapter_modules, is_tuner
+from .casting import casts, casts_inside
 from .config import Adapters
 from .errors import LayerwiseOffloadError
 from .parts import entries_of
@@ -241,7 +242,7 @@ def _is_one_unit(module: nn.Module) -> bool:
     weight-normed module has pre-hooks of its own that read the raw weights before any hook on `forward`. An adapter may
     read the weight of the layer that it wraps after that has run (DoRA).
     """
-    if isinstance(module, nn.MultiheadAttention) or is_tuner(module):
+    if isinstance(module, nn.MultiheadAttention) or is_tuner(module) or casts(module):
         return True
     if hasattr(module, "parametrizations"):
         return True
@@ -364,7 +365,8 @@ def _small(units: list[Unit]) -> set[Unit]:
     largest = max((unit.size for unit in units), default=0)
     budget = SMALL_TOTAL * sum(unit.size for unit in units)
     small: set[Unit] = set()
-    for unit in sorted(units, key=lambda u: u.size):
+    # What is cast in each pass isn't what was loaded afterwards: its hook sees to that.
+    for unit in sorted((u for u in units if not any(map(casts_inside, u.triggers))), key=lambda u: u.size):
         budget -= unit.size
         if unit.size * SMALL_UNIT > largest or budget < 0:
             break

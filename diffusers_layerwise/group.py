@@ -121,6 +121,14 @@ class Group:
         if transfer.log is not None:
             transfer.log.append(("ready", self.name))
 
+    def point_again(self) -> None:
+        """Points every parameter back at its place on the device, where a module has pointed it elsewhere."""
+        if self.state is GroupState.READY:
+            if self.lease is not None:
+                self._binding.point_at(self.lease)
+            else:
+                self._binding.point_home()
+
     def offload(self, ring: Ring | None) -> None:
         """Points every parameter back at its host copy and gives the device memory back behind the caller's stream."""
         if self.state is GroupState.HOST:

@@ -16,6 +16,7 @@ from .handle import HANDLE, OffloadHandle, handle_of
 from .members import Members, Selection
 from .plan import Choice
 from .profiles import find_profile
+from .registries import wrap_registry
 from .selection import Components
 from .slots import modules_of
 from .terms import Terms
@@ -82,6 +83,7 @@ def enable_layerwise_offload(
         switches.wrap(kind)
     switches.wrap_models(modules_of(pipe).values())
     switches.wrap_manager()
+    wrap_registry()
     try:
         members.make(members.examine(explicit=True))
     except BaseException:
@@ -136,6 +138,7 @@ def apply_layerwise_offload(
     members = Members(Selection(None, chosen_mode, options, device, terms), bare=module)
     members.adopt_bare(Wanted(component, Choice.LAYERWISE, options, residence=residence))
     switches.wrap_models([module])
+    wrap_registry()
     handle = members.handle = OffloadHandle(members)
     return handle
 
