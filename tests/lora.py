@@ -49,3 +49,32 @@ def copied(checkpoint: StateDict) -> StateDict:
 def tuners(module: nn.Module) -> list[nn.Module]:
     """The layers of a component that adapters wrap."""
     return [part for part in module.modules() if "base_layer" in part._modules]
+
+
+def _image_projection(width: int, embed_dim: int, generator: torch.Generator, tokens: int = 4) -> StateDict:
+    return {
+        "proj.weight": torch.randn(tokens * width, embed_dim, generator=generator) * 0.1,
+        "proj.bias": torch.randn(tokens * width, generator=generator) * 0.1,
+        "norm.weight": 1 + torch.randn(width, generator=generator) * 0.1,
+        "norm.bias": torch.randn(width, generator=generator) * 0.1,
+    }
+
+
+def ip_adapter(denoiser: nn.Module, embed_dim: int, seed: int = 3) -> dict[str, StateDict]:
+    """An IP-Adapter's checkpoint for a UNet or a Flux transformer."""
+    generator = torch.Generator().manual_seed(seed)
+    config = denoiser.config
+    is_unet = hasattr(config, "cross_attention_dim")
+    width = config.cross_attention_dim if is_unet else config.joint_attention_dim
+    adapter: StateDict = {}
+    key = 1 if is_unet else 0
+    for name in denoiser.attn_processors:
+        if name.endswith("attn1.processor") or name.startswith("single_"):
+            continue
+        hidden = denoiser.get_submodule(name.removesuffix(".processor")).to_k.out_features
+        for part in ("to_k_ip", "to_v_ip"):
+            adapter[f"{key}.{part}.weight"] = torch.randn(hidden, width, generator=generator) * 0.3
+            if not is_unet:
+                adapter[f"{key}.{part}.bias"] = torch.randn(hidden, generator=generator) * 0.1
+        key += 2 if is_unet else 1
+    return {"image_proj": _image_projection(width, embed_dim, generator), "ip_adapter": adapter}
