@@ -168,8 +168,13 @@ class Runtime:
         """A component's structure has changed: looks it through anew, and plans again for it."""
         self.recover()
         schedule.leave()
-        self.restructure(schedule)
-        plan = self.plan_for(self.schedules)
+        try:
+            self.restructure(schedule)
+            plan = self.plan_for(self.schedules)
+        except BaseException:
+            # It may be refused, or too large for the budget: the next pass looks again at what is there then.
+            schedule.is_stale = self._is_torn = True
+            raise
         self.tuner.forget(schedule)
         self.fitting.forget(schedule)
         self._adopt(plan, [schedule, *self._changed(plan, {schedule})])

@@ -210,3 +210,20 @@ def test_fused_layers_are_packed_again(sim: ModuleType) -> None:
     factory.run("sd15", pipe)
     schedule = schedule_of(pipe, "unet")
     assert all(schedule.store.place(unit) is not None for unit in schedule.component.units)
+
+
+def test_adapters_too_large_for_the_budget_are_refused_and_leave_a_pipeline_that_works(sim: ModuleType) -> None:
+    reference, pipe = factory.CASES["sd15"].build(), factory.CASES["sd15"].build()
+    options = {"memory_budget": 200_000, "config": {"activation_reserve": 0, "adapters": "resident"}}
+    handle = pipe.enable_layerwise_offload(mode="auto", onload_device="sim", **options)
+    expected = factory.run("sd15", reference)
+    assert torch.equal(factory.run("sd15", pipe), expected)
+    load(factors(reference, ["unet"], 1, rank=32), "a")(pipe)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError, match="smallest budget that works"):
+            factory.run("sd15", pipe)
+        assert handle._runtime.transfer.held_bytes == 0
+    pipe.unload_lora_weights()
+    for _ in range(2):
+        assert torch.equal(factory.run("sd15", pipe), expected)
+    assert handle.report().peak_ever <= 200_000

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from types import ModuleType
 from typing import Any
 
@@ -189,3 +191,33 @@ def test_a_state_dict_has_the_quantised_weights_of_the_host(sim: ModuleType) -> 
     for name, value in stack(kind).state_dict().items():
         for part, expected in zip(find(saved[name]), find(value), strict=True):
             assert torch.equal(part.tensor, expected.tensor)
+
+
+@pytest.mark.parametrize("mode", ["memory", "speed"])
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        ("torchao int8 weight-only", "deepcopy"),
+        ("quanto int8", "pickle"),
+        ("bitsandbytes 4 bit", "deepcopy"),
+        ("bitsandbytes 4 bit", "pickle"),
+        ("bitsandbytes 8 bit", "deepcopy"),
+        ("bitsandbytes 8 bit", "pickle"),
+    ],
+)
+def test_copies_have_memory_of_their_own_and_no_more(kind: str, way: str, mode: str, sim: ModuleType) -> None:
+    module = stack(kind)
+    device = KINDS[kind][1][0]
+    apply_layerwise_offload(module, mode, onload_device=device)
+    x = models.numbers(4, WIDTH).to(torch.bfloat16)
+    with torch.no_grad():
+        for _ in range(3):
+            result = module(x).cpu()
+        twin = copy.deepcopy(module) if way == "deepcopy" else pickle.loads(pickle.dumps(module))
+        assert torch.equal(twin(x), stack(kind)(x))
+        assert torch.equal(module(x).cpu(), result)
+    tensors = {t.untyped_storage().data_ptr(): t for t in inner(twin)}
+    assert sum(t.untyped_storage().nbytes() for t in tensors.values()) < 2 * sum(
+        t.numel() * t.element_size() for t in inner(stack(kind))
+    )
+    assert not any("_hf_hook" in vars(part) for part in twin.modules())
