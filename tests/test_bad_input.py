@@ -271,7 +271,7 @@ def test_explicit_options_that_do_not_fit_are_refused_with_a_budget_that_works(
 
 
 def test_the_smallest_budget_of_a_module_is_its_weights_alone() -> None:
-    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).eval()
     with pytest.raises(torch.OutOfMemoryError) as caught:
         apply_layerwise_offload(module, onload_device="cpu", memory_budget=1)
     least = smallest(caught.value)
