@@ -6,12 +6,14 @@ import torch
 from diffusers.utils import logging
 
 from . import dispatched, hooks, mapping, patches, reader
-from .components import Wanted, renewed, to_host
+from .components import Wanted, refuse_unmovable, renewed, to_host
 from .config import HostTier
 from .host import HostStore
 from .moves import guard_moves, release_moves
+from .parts import settle
 from .runtime import Runtime
 from .schedule import Schedule
+from .tensors import plain_data
 from .tiers import held
 from .transfer import Transfer, plain_tensors
 
@@ -59,6 +61,7 @@ def restructure(runtime: Runtime, schedule: Schedule) -> None:
     device = runtime.transfer.device
     residence = mapping.residence(schedule.name, schedule.component.module, device, schedule.config)
     item = renewed(Wanted(schedule.component, schedule.choice, schedule.config, residence=residence), device)
+    refuse_unmovable(item.component, device)
     if to_host(item.component):
         # Put in while on the device. Its host copy is new memory: look again.
         item = renewed(item, device)
@@ -100,8 +103,9 @@ def _to_devices(schedule: Schedule, homes: Homes, notes: list[str]) -> None:
             if device is None:
                 continue
             try:
-                entry.tensor.data = entry.tensor.data.to(device)
+                entry.tensor.data = plain_data(entry.tensor).to(device)
             except torch.OutOfMemoryError:
                 notes.append(f"{schedule.name} doesn't fit on {device} and stays on the CPU")
                 logger.warning(notes[-1])
-                return
+                break
+        settle(entry.held for entry in schedule.component.entries())

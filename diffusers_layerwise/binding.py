@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from .discovery import Unit
 from .errors import LayerwiseOffloadError
 from .host import HostStore
+from .parts import entries_of, pose, shells_of, twins
 from .pieces import make_route
-from .tensors import Entry, Extent, collect_extents, view_like, why_not_movable
+from .tensors import Entry, Extent, collect_extents, plain_data, view_like
 from .transfer import Copy, Lease, plain_tensors
 
 
@@ -40,11 +43,12 @@ class Binding:
         self._tensors = [entry.tensor for entry in self.entries]
         self._hosts = [entry.host for entry in self.entries]
         self._versions = [tensor._version for tensor in self._tensors]
-        self._watch: list[tuple[Mapping[str, torch.Tensor | None], str, torch.Tensor, int]] = []
-        for entry in self.entries:
-            module, name = entry.owners[0]
-            held: Mapping[str, torch.Tensor | None] = module._buffers if entry.is_buffer else module._parameters
-            self._watch.append((held, name, entry.tensor, entry.host.data_ptr()))
+        self._watch = [(entry.reader(), entry.tensor, entry.host.data_ptr()) for entry in self.entries]
+        outer = {id(entry.outer): entry for entry in self.entries if entry.outer is not None}
+        self._watch_outer = [(_outer_reader(entry), entry.outer) for entry in outer.values()]
+        self._shells = [shell for entry in outer.values() for shell in shells_of(entry.outer)]
+        self._homes = twins(self._shells, {id(e.tensor): e.tensor for e in self.entries}) if self._shells else []
+        pose(self._shells, self._homes)
         self.size = sum(unit.size for unit in self.units)
         self._source = self._contiguous()
         extents = [extent for unit in self.units for extent in unit.extents]
@@ -61,6 +65,7 @@ class Binding:
     def forget_views(self) -> None:
         """Drops the kept views of device memory; they would keep a closed ring's memory alive."""
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._twins: dict[tuple[int, int], list[Any]] = {}
         self._copies: dict[tuple[int, int], list[Copy]] = {}
 
     # ------------------------------------------------------------------ pointing
@@ -68,11 +73,24 @@ class Binding:
         """Points every tensor at the device memory that a lease lends."""
         for tensor, view in zip(self._tensors, self.views(lease), strict=True):
             tensor.data = view
+        if self._shells:
+            pose(self._shells, self._twins_on(lease))
 
     def point_home(self) -> None:
         """Points every tensor back at its host copy."""
         for tensor, host in zip(self._tensors, self._hosts, strict=True):
             tensor.data = host
+        if self._shells:
+            pose(self._shells, self._homes)
+
+    def _twins_on(self, lease: Lease) -> list[Any]:
+        """What the shells of quantised parameters look like on the device. Kept as the views are."""
+        if lease.key not in self._twins:
+            views = self.views(lease)
+            self._twins[lease.key] = twins(
+                self._shells, {id(t): view for t, view in zip(self._tensors, views, strict=True)}
+            )
+        return self._twins[lease.key]
 
     def views(self, lease: Lease) -> list[torch.Tensor]:
         """The tensors' views of device memory. Kept per address, so that steady state makes none."""
@@ -133,14 +151,24 @@ class Binding:
 
     def is_replaced(self) -> bool:
         """Whether the module holds another object than the one that is bound."""
-        return any(held.get(name) is not tensor for held, name, tensor, _ in self._watch)
+        return any(read() is not tensor for read, tensor, _ in self._watch) or self._is_outer_replaced()
+
+    def _is_outer_replaced(self) -> bool:
+        return any(read() is not outer for read, outer in self._watch_outer)
 
     def is_edited(self) -> bool:
         """Whether a tensor that should be on the host was replaced, or points at other memory than its host copy."""
-        for held, name, tensor, pointer in self._watch:
-            if held.get(name) is not tensor or tensor.data_ptr() != pointer:
+        for read, tensor, pointer in self._watch:
+            if read() is not tensor or tensor.data_ptr() != pointer:
                 return True
-        return False
+        return self._is_outer_replaced()
+
+    def is_rearranged(self, lease: Lease) -> bool:
+        """Whether a quantised layer has put other tensors in the place of its own while it ran.
+
+        bitsandbytes does, in a layer's first forward. Always False where all parameters are ordinary ones.
+        """
+        return bool(self._watch_outer) and (self.is_replaced() or self.is_repointed(lease))
 
     def is_repointed(self, lease: Lease) -> bool:
         """Whether a tensor on the device was pointed at other memory."""
@@ -154,20 +182,24 @@ class Binding:
 
         The only device-to-host copies of weights there are.
         """
-        rebind = False
+        moved: set[int] = set()
         for position, (entry, view) in enumerate(zip(self.entries, self.views(lease), strict=True)):
             tensor = entry.tensor
-            moved = tensor.data_ptr() != view.data_ptr()
-            if tensor._version == self._versions[position] and not moved and not everything:
+            is_moved = tensor.data_ptr() != view.data_ptr()
+            if tensor._version == self._versions[position] and not is_moved and not everything:
                 continue
             with plain_tensors():
-                new = tensor.data
+                new = plain_data(tensor)
                 if new.shape == entry.host.shape and new.dtype == entry.host.dtype:
                     entry.host.copy_(new)
                 else:
-                    tensor.data = new.to("cpu")
-                    rebind = True
-        if rebind:
+                    tensor.data = new.to("cpu", copy=True)
+                    moved.add(id(entry))
+        if moved or self.is_replaced():
+            for entry in self.entries:
+                # First: what stays is read from the host again, not from memory that is about to be given back.
+                if id(entry) not in moved:
+                    entry.tensor.data = entry.host
             self.refresh()
 
     def _move_out(self, unit: Unit) -> None:
@@ -188,14 +220,14 @@ class Binding:
         """
         for unit in self.units:
             entries = [entry for extent in unit.extents for entry in extent.entries]
-            changed = not all(_unchanged(entry) for entry in entries)
+            changed = not all(_unchanged(entry) and _outer_reader(entry)() is entry.held for entry in entries)
             if not changed and not everything:
                 continue
             if changed:
                 self._move_out(unit)
+                self.store.has_gaps |= unit.index >= 0 and self.store.place(unit) is not None
                 self.store.forget(unit)
-            kept = [fresh for entry in entries if (fresh := _reread(entry)) is not None]
-            unit.extents = collect_extents(kept)
+            unit.extents = collect_extents(_reread(entries))
         self.bind()
 
 
@@ -208,19 +240,32 @@ def _unchanged(entry: Entry) -> bool:
     return entry.current() is entry.tensor and entry.tensor.data_ptr() == entry.host.data_ptr()
 
 
-def _reread(entry: Entry) -> Entry | None:
-    tensor = entry.current()
-    if tensor is None:
-        return None
-    reason = why_not_movable(tensor)
-    if reason is not None:
-        raise LayerwiseOffloadError(
-            f"{entry.name} was replaced and now {reason}, which can't be streamed. Call "
-            f"disable_layerwise_offload() before such a change and enable_layerwise_offload() after it."
-        )
-    with plain_tensors():
-        if tensor.device.type != "cpu":
-            tensor.data = tensor.data.to("cpu")
-        host = tensor.data
-    on_disk = entry.on_disk and host.data_ptr() == entry.host.data_ptr()
-    return Entry(tensor, entry.owners, entry.name, host, entry.is_buffer, on_disk)
+def _outer_reader(entry: Entry) -> Callable[[], Any]:
+    module, name = entry.owners[0]
+    held: dict[str, Any] = module._buffers if entry.is_buffer else module._parameters
+    return functools.partial(held.get, name)
+
+
+def _reread(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries of what is held now in the place of these; what is on a device goes to the host."""
+    found: list[Entry] = []
+    before = {(id(entry.tensor), entry.host.data_ptr()) for entry in entries if entry.on_disk}
+    for held in {id(entry.held): entry for entry in entries}.values():
+        tensor = _outer_reader(held)()
+        if tensor is None:
+            continue
+        name = held.name.removesuffix(held.path)
+        fresh, reason = entries_of(tensor, held.owners, name, held.is_buffer)
+        if reason is not None:
+            raise LayerwiseOffloadError(
+                f"{name} was replaced and now {reason}, which can't be streamed. Call "
+                f"disable_layerwise_offload() before such a change and enable_layerwise_offload() after it."
+            )
+        for entry in fresh:
+            if entry.host.device.type != "cpu":
+                with plain_tensors():
+                    entry.tensor.data = entry.host.to("cpu")
+                    entry.host = plain_data(entry.tensor)
+            entry.on_disk = (id(entry.tensor), entry.host.data_ptr()) in before
+            found.append(entry)
+    return list({id(entry.tensor): entry for entry in found}.values())

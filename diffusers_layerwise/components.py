@@ -9,13 +9,16 @@ import torch
 from torch import nn
 
 from . import mapping, platform
-from .config import LayerwiseOffloadConfig
+from .casting import casts
+from .config import Adapters, LayerwiseOffloadConfig
 from .discovery import Component, discover
 from .dispatched import is_dispatched
 from .errors import LayerwiseOffloadError
 from .hooks import outer_component
+from .parts import made_for_its_device, settle
 from .plan import Choice
 from .residence import Residence
+from .tensors import plain_data
 from .transfer import plain_tensors
 
 Selected = dict[str, tuple[Choice, LayerwiseOffloadConfig, bool]]
@@ -80,7 +83,8 @@ def find_wanted(
                 _wanted(name, module, (choice, config, name not in chosen), device, name in on_meta, only_loaded)
             )
         except LayerwiseOffloadError as error:
-            if exact:
+            if exact or (outer_component(module) is None and _is_away(module, device)):
+                # Left out it would meet inputs that are on the device: say it now, not in the first call.
                 raise
             notes.append(f"{name}: skipped: {error}")
     return wanted
@@ -99,7 +103,20 @@ def _wanted(
     residence = mapping.residence(name, module, device, config, only_loaded)
     if unselected and residence is not None:
         choice, unselected = Choice.LAYERWISE, False
-    return Wanted(checked(name, module, on_meta, residence), choice, config, unselected, residence)
+    component = checked(name, module, device, on_meta, residence, config.adapters)
+    return Wanted(component, choice, config, unselected, residence)
+
+
+def _refuse_layouts(component: Component, device: torch.device) -> None:
+    """Quantised weights that were laid out for another kind of device than the one that will compute with them."""
+    for entry in component.entries():
+        if made_for_its_device(entry.held, device):
+            kind, here = type(entry.held).__qualname__, entry.held.device.type
+            raise LayerwiseOffloadError(
+                f"{component.name!r} can't be streamed to {device}: {entry.name.removesuffix(entry.path)} is a {kind}, "
+                f"whose bytes are laid out for {here!r}. Move the component to {device.type!r} before "
+                f"enable_layerwise_offload() (it is brought back to the host as it is there), or quantise it there."
+            )
 
 
 def renewed(item: Wanted, device: torch.device) -> Wanted:
@@ -108,8 +125,14 @@ def renewed(item: Wanted, device: torch.device) -> Wanted:
     if residence is not None:
         residence = mapping.residence(component.name, component.module, device, item.config)
     return dataclasses.replace(
-        item, component=discover(component.module, component.name, residence=residence), residence=residence
+        item,
+        component=discover(component.module, component.name, residence=residence, adapters=item.config.adapters),
+        residence=residence,
     )
+
+
+def _is_away(module: nn.Module, device: torch.device) -> bool:
+    return any(t.device not in (device, torch.device("meta")) for t in [*module.parameters(), *module.buffers()])
 
 
 def _check_skipped(name: str, module: nn.Module, device: torch.device) -> None:
@@ -122,9 +145,16 @@ def _check_skipped(name: str, module: nn.Module, device: torch.device) -> None:
         )
 
 
-def checked(name: str, module: nn.Module, on_meta: bool = False, residence: Residence | None = None) -> Component:
+def checked(
+    name: str,
+    module: nn.Module,
+    device: torch.device,
+    on_meta: bool = False,
+    residence: Residence | None = None,
+    adapters: Adapters | None = None,
+) -> Component:
     """A component, or an error that says why it can't be streamed."""
-    component = discover(module, name, on_meta, residence)
+    component = discover(module, name, on_meta, residence, adapters)
     if residence is not None:
         mapping.refuse_split_units(component, residence)
     outer = outer_component(module)
@@ -137,12 +167,24 @@ def checked(name: str, module: nn.Module, on_meta: bool = False, residence: Resi
         raise LayerwiseOffloadError(
             f"{name!r} ({type(module).__name__}) has no parameters, so there is nothing to stream. Leave it out."
         )
+    refuse_unmovable(component, device)
+    return component
+
+
+def refuse_unmovable(component: Component, device: torch.device) -> None:
+    """Raises where a component has a tensor whose bytes can't be moved, or can't be read on the device."""
     if component.unmovable:
         more = f" and {len(component.unmovable) - 1} more" if len(component.unmovable) > 1 else ""
         meta = any("meta device" in reason for reason in component.unmovable)
         remedy = "Load its weights first (from_pretrained, load_state_dict)." if meta else "Leave it out of components."
-        raise LayerwiseOffloadError(f"{name!r} can't be streamed: {component.unmovable[0]}{more}. {remedy}")
-    return component
+        raise LayerwiseOffloadError(f"{component.name!r} can't be streamed: {component.unmovable[0]}{more}. {remedy}")
+    if casts(component.module):
+        raise LayerwiseOffloadError(
+            f"{component.name!r} can't be streamed: layerwise casting converts it as a whole, all weights at once, in "
+            f"each pass. Load it anew and use enable_layerwise_casting() with a skip_modules_pattern: that converts "
+            f"layer by layer."
+        )
+    _refuse_layouts(component, device)
 
 
 def to_host(component: Component) -> dict[int, torch.device]:
@@ -152,7 +194,8 @@ def to_host(component: Component) -> dict[int, torch.device]:
         for entry in component.entries():
             if entry.tensor.device.type != "cpu":
                 homes[id(entry.tensor)] = entry.tensor.device
-                entry.tensor.data = entry.tensor.data.to("cpu")
+                entry.tensor.data = plain_data(entry.tensor).to("cpu")
+        settle(entry.held for entry in component.entries() if id(entry.tensor) in homes)
     return homes
 
 

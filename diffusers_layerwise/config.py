@@ -75,6 +75,17 @@ class Embeddings(str, enum.Enum):
     DEVICE = "device"
 
 
+class Adapters(str, enum.Enum):
+    """Where the weights of adapters (LoRA and its relatives) are while their component is in use.
+
+    `RESIDENT`: on the device, apart from the layers that they adapt: these stay packed as they are when one is loaded.
+    `STREAMED`: they come and go with their layer.
+    """
+
+    RESIDENT = "resident"
+    STREAMED = "streamed"
+
+
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*")
@@ -141,6 +152,8 @@ class LayerwiseOffloadConfig:
             everything fits, but for a denoiser's.
         activation_reserve (`int` or `str`, *optional*): Bytes of the budget left to activations. 0 makes the budget
             weights only. By default a tenth of the budget, at most 2 GiB (0 for a bare module).
+        adapters (`str`, *optional*): What becomes of a LoRA's weights, see [`Adapters`]. By default `"resident"`, but
+            `"streamed"` where all adapters together are larger than a sixteenth of their component.
         device_map (`Mapping[str, int | str | torch.device]`, *optional*): accelerate's kind of map (as
             `infer_auto_device_map` makes it): modules on the execution device are resident, `"cpu"` ones streamed.
 
@@ -160,6 +173,7 @@ class LayerwiseOffloadConfig:
     host_memory_budget: int | str | None = "auto"
     checkpoint: str | None = None
     embeddings: Embeddings | None = None
+    adapters: Adapters | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.prefetch, str):
@@ -175,6 +189,8 @@ class LayerwiseOffloadConfig:
         _set(self, "placement", _choice(Placement, self.placement, "config.placement"))
         if self.residency is not None:
             _set(self, "residency", _choice(Residency, self.residency, "config.residency"))
+        if self.adapters is not None:
+            _set(self, "adapters", _choice(Adapters, self.adapters, "config.adapters"))
         if self.host is not None:
             _set(self, "host", _choice(HostTier, self.host, "config.host"))
         if self.host_memory_budget not in (None, "auto"):

@@ -11,13 +11,15 @@ import copy
 import functools
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module
 from torch import nn
 
+from .parts import STATES, find, settle, shells_of, twins
+from .tensors import plain_data
 from .transfer import plain_tensors
 
 IsOwn = Callable[[object], bool]
@@ -58,6 +60,50 @@ def own_copy(tensor: torch.Tensor, guard: Guard) -> torch.Tensor:
     fresh.requires_grad_(tensor.requires_grad)
     fresh.__dict__.update(tensor.__dict__)
     return fresh
+
+
+def _quantised(module: nn.Module) -> list[torch.Tensor]:
+    held = [*module._parameters.values(), *module._buffers.values()]
+    return [tensor for tensor in held if tensor is not None and type(tensor) not in _TENSORS]
+
+
+@contextlib.contextmanager
+def _on_own_memory(module: nn.Module, guard: Guard | None) -> Iterator[None]:
+    """While quantised weights of one module are copied, their tensors lie on the host, each in memory of its own."""
+    held = _quantised(module)
+    if guard is None or not held:
+        yield
+        return
+    with guard(), plain_tensors():
+        parts = {id(part.tensor): part.tensor for tensor in held for part in find(tensor, module)}
+        before = [(tensor, plain_data(tensor)) for tensor in parts.values()]
+        own: dict[Any, torch.Tensor] = {}
+        for tensor, data in before:
+            # Two tensors may be one and the same memory (bitsandbytes' `CB`), and stay so.
+            key = (data.data_ptr(), data.shape, data.dtype)
+            tensor.data = own.setdefault(key, data.to("cpu", copy=True))
+        settle(iter(held))
+        try:
+            yield
+        finally:
+            for tensor, data in before:
+                tensor.data = data
+            settle(iter(held))
+
+
+def _own_quantised(tensor: Any) -> Any:
+    """A quantised tensor like this one with memory of its own; its own class's way where there is no other."""
+    shells, parts = shells_of(tensor), find(tensor)
+    with plain_tensors():
+        if shells:
+            fresh = twins(shells, {id(part.tensor): plain_data(part.tensor).clone() for part in parts})[-1]
+            return nn.Parameter(fresh, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fresh
+        if len(parts) == 1:
+            values = plain_data(tensor).clone()
+            fresh = torch.Tensor._make_subclass(type(tensor), values, tensor.requires_grad)
+            fresh.__dict__.update(tensor.__dict__)
+            return fresh
+        return copy.deepcopy(tensor)
 
 
 def make_copyable(root: nn.Module, is_own: IsOwn, guard: Guard | None = None) -> None:
@@ -122,6 +168,16 @@ def _deepcopy(module: nn.Module, is_own: IsOwn, guard: Guard | None, memo: dict[
     for tensor in [*module._parameters.values(), *module._buffers.values()]:
         if guard is not None and tensor is not None and type(tensor) in _TENSORS and id(tensor) not in memo:
             memo[id(tensor)] = own_copy(tensor, guard)
+    with _on_own_memory(module, guard):
+        for tensor in _quantised(module) if guard is not None else []:
+            if id(tensor) not in memo and (shells_of(tensor) or len(find(tensor)) == 1):
+                memo[id(tensor)] = _own_quantised(tensor)
+        twin = _twin(module, plain, memo)
+    _hook_again(twin, copy.deepcopy(hooks, memo))
+    return twin
+
+
+def _twin(module: nn.Module, plain: nn.Module, memo: dict[int, Any]) -> nn.Module:
     copier = getattr(type(module), "__deepcopy__", None)
     twin: Any
     if copier is not None:
@@ -132,17 +188,20 @@ def _deepcopy(module: nn.Module, is_own: IsOwn, guard: Guard | None, memo: dict[
         # Known before the state is copied, which may refer to the module.
         twin = memo[id(module)] = made(*copy.deepcopy(arguments, memo))
         twin.__setstate__(copy.deepcopy(state, memo))
-    _hook_again(twin, copy.deepcopy(hooks, memo))
     copied: nn.Module = twin
     return copied
 
 
 def _reduce(module: nn.Module, is_own: IsOwn, guard: Guard | None, protocol: Any) -> Any:
     plain, hooks = _ordinary(module, is_own)
-    for table in ("_parameters", "_buffers"):
-        plain.__dict__[table] = type(module.__dict__[table])(
-            (name, _stand_in(tensor, guard)) for name, tensor in module.__dict__[table].items()
-        )
+    with _on_own_memory(module, guard):
+        for table in ("_parameters", "_buffers"):
+            plain.__dict__[table] = type(module.__dict__[table])(
+                (name, _stand_in(tensor, guard)) for name, tensor in module.__dict__[table].items()
+            )
+        for name in STATES if guard is not None and _quantised(module) else ():
+            if name in plain.__dict__:
+                plain.__dict__[name] = copy.deepcopy(plain.__dict__[name])
     reduced = _reduced(plain, protocol)
     if not hooks:
         return reduced  # can be read where this package isn't
@@ -160,6 +219,8 @@ def _restore(module: Any, pickled: dict[str, Any]) -> None:
 
 
 def _stand_in(tensor: torch.Tensor | None, guard: Guard | None) -> Any:
-    if tensor is None or guard is None or type(tensor) not in _TENSORS:
+    if tensor is None or guard is None:
         return tensor
+    if type(tensor) not in _TENSORS:
+        return _own_quantised(tensor)
     return _pickled.setdefault(id(tensor), PickledTensor(tensor, guard))

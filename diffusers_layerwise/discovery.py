@@ -12,19 +12,25 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import nn
 
+from .adapters import adapter_modules, is_tuner
+from .casting import casts, casts_inside
+from .config import Adapters
 from .errors import LayerwiseOffloadError
+from .parts import entries_of
 from .reads import weights_read
 from .residence import Residence, named_tensors
-from .tensors import Entry, Extent, collect_extents, why_not_movable
+from .tensors import Entry, Extent, collect_extents
 
 #: A unit is small when it has at most 1/64 of the largest unit's bytes, and all small ones together at most 0.5 % of
 #: the component's. Relative, so that a model of a few kilobytes streams like one of 20 GB. More would keep light layers
 #: resident that stream for free: SDXL at 25 % of its weights took 1 % longer with 2 %.
 SMALL_UNIT = 64
 SMALL_TOTAL = 0.005
+
+#: Adapters are resident by default when they have at most this share of their component's bytes.
+ADAPTERS_SHARE = 1 / 16
 
 _registered: dict[type[nn.Module], tuple[str, ...]] = {}
 
@@ -130,7 +136,13 @@ def register_layers(module_class: type[nn.Module], names: Sequence[str]) -> None
     _registered[module_class] = tuple(names)
 
 
-def discover(module: nn.Module, name: str, allow_meta: bool = False, residence: Residence | None = None) -> Component:
+def discover(
+    module: nn.Module,
+    name: str,
+    allow_meta: bool = False,
+    residence: Residence | None = None,
+    adapters: Adapters | None = None,
+) -> Component:
     """Finds a component's units, layers and fixed tensors. Reads shapes and pointers only; moves nothing.
 
     Args:
@@ -138,6 +150,7 @@ def discover(module: nn.Module, name: str, allow_meta: bool = False, residence: 
         name (`str`): Its name in the pipeline, for messages.
         allow_meta (`bool`): Take meta tensors too: for planning, before the weights are there.
         residence (`Residence`, *optional*): What a device map says; what stays on a further accelerator is left out.
+        adapters (`Adapters`, *optional*): Whether adapters' weights are resident; by their share when it is None.
 
     Raises:
         LayerwiseOffloadError: A name given to [`register_layers`] doesn't exist.
@@ -146,7 +159,8 @@ def discover(module: nn.Module, name: str, allow_meta: bool = False, residence: 
     roots = _unit_roots(module)
     paths = {id(m): path for path, m in module.named_modules()}
     entries, unmovable = _entries(module, allow_meta, residence)
-    homes = _homes(entries, roots, _read_directly(module))
+    weights = sum(e.host.numel() * e.host.element_size() for e in entries if not e.is_buffer)
+    homes = _homes(entries, roots, _read_directly(module) | _resident_adapters(module, entries, weights, adapters))
     units: list[Unit] = []
     loose = list(homes.pop(None, []))
     for root in roots:
@@ -155,7 +169,6 @@ def discover(module: nn.Module, name: str, allow_meta: bool = False, residence: 
             path = paths[id(root)]
             units.append(Unit(len(units), path, _layer_of(path, layers), [root], collect_extents(held)))
     _share_triggers(units, roots, entries)
-    weights = sum(e.host.numel() * e.host.element_size() for e in entries if not e.is_buffer)
     small = _small(units)
     loose += [entry for unit in units if unit in small for extent in unit.extents for entry in extent.entries]
     units = [unit for unit in units if unit not in small]
@@ -169,7 +182,7 @@ def _name_tensors(
     module: nn.Module, units: list[Unit], residence: Residence | None
 ) -> tuple[tuple[str, str | None], ...]:
     """Gives units the names of their tensors and what a device map says of them; returns what is in no unit."""
-    unit_of = {id(e.tensor): unit for unit in units for extent in unit.extents for e in extent.entries}
+    unit_of = {id(e.held): unit for unit in units for extent in unit.extents for e in extent.entries}
     others: list[tuple[str, str | None]] = []
     names: dict[Unit, list[str]] = {unit: [] for unit in units}
     for name, held in named_tensors(module, persistent=True):
@@ -183,7 +196,7 @@ def _name_tensors(
         unit.tensors = tuple(names[unit])
         if residence is not None:
             # A module that is split between device and host streams: resident, it would take more than the map gives.
-            unit.resident = all(residence.is_resident(e.tensor) for extent in unit.extents for e in extent.entries)
+            unit.resident = all(residence.is_resident(e.held) for extent in unit.extents for e in extent.entries)
     return tuple(others)
 
 
@@ -238,13 +251,24 @@ def _is_one_unit(module: nn.Module) -> bool:
     """Whether a module's whole subtree must move as one: nothing below owns parameters, or it reads its children's.
 
     `nn.MultiheadAttention` passes `out_proj.weight` to a function without calling `out_proj`. A parametrised or
-    weight-normed module has pre-hooks of its own that read the raw weights before any hook on `forward`.
+    weight-normed module has pre-hooks of its own that read the raw weights before any hook on `forward`. An adapter may
+    read the weight of the layer that it wraps after that has run (DoRA).
     """
-    if isinstance(module, nn.MultiheadAttention):
+    if isinstance(module, nn.MultiheadAttention) or is_tuner(module) or casts(module):
         return True
     if hasattr(module, "parametrizations"):
         return True
     return bool(module._parameters) and not any(_owns(child) for child in module.children())
+
+
+def _resident_adapters(module: nn.Module, entries: list[Entry], weights: int, adapters: Adapters | None) -> set[int]:
+    """Ids of the modules whose weights are adapters' and stay resident."""
+    found = adapter_modules(module)
+    if adapters is None:
+        of_adapters = [e for e in entries if id(e.owners[0][0]) in found]
+        size = sum(e.host.numel() * e.host.element_size() for e in of_adapters)
+        adapters = Adapters.RESIDENT if size <= ADAPTERS_SHARE * weights else Adapters.STREAMED
+    return found if adapters is Adapters.RESIDENT else set()
 
 
 def _registered_children(module: nn.Module) -> list[nn.Module] | None:
@@ -267,7 +291,7 @@ def _registered_children(module: nn.Module) -> list[nn.Module] | None:
 
 def _entries(module: nn.Module, allow_meta: bool, residence: Residence | None) -> tuple[list[Entry], list[str]]:
     """Every parameter and buffer once, with all its owners; and what can't be moved, by name and reason."""
-    found: dict[int, Entry] = {}
+    found: dict[int, list[Entry]] = {}
     unmovable: list[str] = []
     for path, owner in module.named_modules():
         for held, is_buffer in ((owner._parameters, False), (owner._buffers, True)):
@@ -277,19 +301,17 @@ def _entries(module: nn.Module, allow_meta: bool, residence: Residence | None) -
                 home = None if residence is None else residence.of(tensor)
                 tensor = tensor if home is None else home.tensor
                 if id(tensor) in found:
-                    found[id(tensor)].owners.append((owner, name))
+                    for entry in found[id(tensor)][:1]:
+                        entry.owners.append((owner, name))  # one list for all parts of a parameter
                     continue
                 full = f"{path}.{name}" if path else name
-                reason = why_not_movable(tensor, allow_meta)
+                on_disk = home is not None and home.on_disk
+                entries, reason = entries_of(tensor, [(owner, name)], full, is_buffer, on_disk, allow_meta)
                 if reason is not None:
                     unmovable.append(f"{full} {reason}")
-                    continue
-                with torch.inference_mode(False), torch.no_grad():
-                    host = tensor.data
-                found[id(tensor)] = Entry(
-                    tensor, [(owner, name)], full, host, is_buffer, home is not None and home.on_disk
-                )
-    return list(found.values()), unmovable
+                found[id(tensor)] = entries
+    unique = {id(entry.tensor): entry for entries in found.values() for entry in entries}
+    return list(unique.values()), unmovable
 
 
 def _read_directly(module: nn.Module) -> set[int]:
@@ -317,7 +339,8 @@ def _homes(entries: list[Entry], roots: list[nn.Module], resident: set[int]) -> 
     for root in roots:
         for module in root.modules():
             root_of.setdefault(id(module), id(root))
-    count = Counter(root_of.get(id(e.owners[0][0])) for e in entries if not e.is_buffer)
+    whole = {id(e.held): e for e in entries if not e.is_buffer}
+    count = Counter(root_of.get(id(e.owners[0][0])) for e in whole.values())
     homes: dict[int | None, list[Entry]] = {}
     for entry in entries:
         holders = {root_of.get(id(module)) for module, _ in entry.owners}
@@ -354,7 +377,8 @@ def _small(units: list[Unit]) -> set[Unit]:
     largest = max((unit.size for unit in units), default=0)
     budget = SMALL_TOTAL * sum(unit.size for unit in units)
     small: set[Unit] = set()
-    for unit in sorted(units, key=lambda u: u.size):
+    # What is cast in each pass isn't what was loaded afterwards: its hook sees to that.
+    for unit in sorted((u for u in units if not any(map(casts_inside, u.triggers))), key=lambda u: u.size):
         budget -= unit.size
         if unit.size * SMALL_UNIT > largest or budget < 0:
             break

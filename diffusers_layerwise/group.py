@@ -147,6 +147,14 @@ class Group:
             raise
         self._ticket = None
 
+    def point_again(self) -> None:
+        """Points every parameter back at its place on the device, where a module has pointed it elsewhere."""
+        if self.state is GroupState.READY:
+            if self.lease is not None:
+                self._binding.point_at(self.lease)
+            else:
+                self._binding.point_home()
+
     def offload(self, ring: Ring | None) -> None:
         """Points every parameter back at its host copy and gives the device memory back behind the caller's stream."""
         if self.state is GroupState.HOST:
@@ -160,7 +168,7 @@ class Group:
             self.state = GroupState.HOST
             return
         if used:
-            if binding.is_touched() or not lease.slots:
+            if binding.is_touched() or not lease.slots or binding.is_rearranged(lease):
                 binding.keep_edits(lease)
             binding.point_home()
         self.state = GroupState.HOST

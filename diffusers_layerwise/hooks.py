@@ -11,6 +11,7 @@ from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module, remo
 from torch import nn
 
 from .attempt import Attempt, let_go
+from .casting import casts_inside
 from .copies import forget_copyable, make_copyable
 from .discovery import Component, Unit
 from .errors import LayerwiseOffloadError, is_named
@@ -20,6 +21,7 @@ from .schedule import Schedule
 from .watch import unwatch, watch
 
 HOST = torch.device("cpu")
+_GUARD = "_layerwise_guard"
 
 
 class RootHook(ModelHook):  # type: ignore[misc]
@@ -42,7 +44,7 @@ class RootHook(ModelHook):  # type: ignore[misc]
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Begins a pass and moves the inputs, once, here; blocks get them where they are."""
-        refuse_gradients(self.schedule, args, kwargs)
+        refuse_training(self.schedule, args, kwargs)
         self.runtime.fitting.see(self.schedule, (args, kwargs))
         self.runtime.begin_pass(self.schedule)
         # A VAE's `encode` and `decode` come here without their inputs, which the first unit then moves.
@@ -83,6 +85,8 @@ class UnitHook(ModelHook):  # type: ignore[misc]
         schedule = self.schedule
         if self.unit.is_gathered:
             return move_inputs(args, HOST), move_inputs(kwargs, HOST)
+        if not schedule.has_inputs:
+            refuse_training(schedule, args, kwargs, self.unit)
         if not schedule.is_settled:
             self._use(self.unit)
         return (args, kwargs) if schedule.has_inputs else self._moved(args, kwargs)
@@ -97,6 +101,15 @@ class UnitHook(ModelHook):  # type: ignore[misc]
         if not self.schedule.is_settled:
             self._done(self.unit)
         return output
+
+
+class CastingUnitHook(UnitHook):
+    """For a module under diffusers' layerwise casting, which leaves weights in memory of its own: the same values."""
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Points the weights back at what was loaded: the casts are dropped, and nothing looks edited."""
+        self.schedule.point_again(self.unit)
+        return super().post_forward(module, output)
 
 
 class EarlyUnitHook(UnitHook):
@@ -114,6 +127,8 @@ class EarlyUnitHook(UnitHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The weights are there: the pre-hook has seen to that."""
+        if not self.schedule.has_inputs:
+            refuse_training(self.schedule, args, kwargs, self.unit)
         return (args, kwargs) if self.schedule.has_inputs else self._moved(args, kwargs)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
@@ -161,6 +176,12 @@ def hooks_of(module: nn.Module) -> list[ModelHook]:
     return list(hook.hooks) if isinstance(hook, SequentialHook) else [hook]
 
 
+def own_schedule(module: nn.Module) -> Schedule | None:
+    """The schedule of our hook on one module, if there is one."""
+    found = [hook.schedule for hook in hooks_of(module) if isinstance(hook, (RootHook, UnitHook))]
+    return found[0] if found else None
+
+
 def outer_component(module: nn.Module) -> str | None:
     """The name of the component under layerwise offload that a module is a part of, without being all of it."""
     inside = {id(part) for part in module.modules()}
@@ -171,21 +192,35 @@ def outer_component(module: nn.Module) -> str | None:
     return None
 
 
-def refuse_gradients(schedule: Schedule, args: Any, kwargs: Any) -> None:
-    """Raises when a graph would be built: its backward would read slots that hold other weights by then.
+def refuse_training(schedule: Schedule, args: Any, kwargs: Any, unit: Unit | None = None) -> None:
+    """Raises when a graph would be built, whose backward would read slots that hold other weights by then.
+
+    Train mode is refused too: it is an accident without gradients (dropout in a sample), and training with them.
+
+    Args:
+        schedule (`Schedule`): The component.
+        args: What it, or the unit's module, is called with.
+        kwargs: The same by name.
+        unit (`Unit`, *optional*): The unit that is called by itself, whose weights then count.
 
     Raises:
-        LayerwiseOffloadError: Gradients are enabled and an input or a weight requires them.
+        LayerwiseOffloadError: The component is in train mode, or gradients are enabled and something requires them.
     """
+    off = "take layerwise offload off first (disable_layerwise_offload()) to train."
+    if schedule.component.module.training:
+        raise LayerwiseOffloadError(
+            f"{schedule.name!r} streams its layers and is in train mode. Put it into eval mode (.eval()), or {off}"
+        )
     if not torch.is_grad_enabled():
         return
     asked = requires_grad(args) or requires_grad(kwargs)
-    if asked or any(entry.tensor.requires_grad for entry in schedule.component.entries()):
+    weights = schedule.component.entries() if unit is None else (e for x in unit.extents for e in x.entries)
+    if asked or any(entry.held.requires_grad for entry in weights):
         what = "an input" if asked else "its weights"
         raise LayerwiseOffloadError(
             f"{schedule.name!r} streams its layers and was called with gradients enabled while {what} require them; a "
             f"backward pass would read memory that holds other layers by then. Call it under torch.no_grad() or "
-            f"torch.inference_mode(), or take layerwise offload off first (disable_layerwise_offload()) to train."
+            f"torch.inference_mode(), or {off}"
         )
 
 
@@ -207,6 +242,7 @@ def _install_units(schedule: Schedule, device: torch.device) -> None:
         for module in unit.triggers:
             if module is not schedule.component.module:
                 kind = EarlyUnitHook if module._forward_pre_hooks else UnitHook
+                kind = CastingUnitHook if casts_inside(module) else kind
                 add_hook_to_module(module, kind(schedule, unit, device), append=True)
 
 
@@ -252,7 +288,13 @@ def _guarded(forward: Callable[..., Any], runtime: Runtime, schedule: Schedule) 
                 runtime.shortage.explain(error, held)
                 raise
 
+    setattr(guarded, _GUARD, True)
     return guarded
+
+
+def is_guarded(forward: object) -> bool:
+    """Whether this is what [`install`] made of a root's `forward`."""
+    return getattr(forward, _GUARD, False) is True
 
 
 def _prepare_again(runtime: Runtime, schedule: Schedule, attempt: Attempt, error: BaseException) -> None:

@@ -78,6 +78,7 @@ class HostStore:
         tiers (`dict[Unit, HostTier]`): Units whose tier is another one than the component's.
         held_at_end (`dict[str, int]`, *optional*): Bytes by tier when the component was let go, for the report.
         settle (`Callable`): Decides the tiers anew, once the order is known in which units are packed.
+        has_gaps (`bool`): Whether units lost their place since the last packing: their weights were replaced.
     """
 
     def __init__(self, device: torch.device, tier: HostTier) -> None:
@@ -90,6 +91,7 @@ class HostStore:
         self._read_before = 0
         self.notes: list[str] = []
         self.was_interrupted = False
+        self.has_gaps = False
         self._is_full = False
         self._is_resting = False
         self._places: dict[Unit, Place] = {}
@@ -160,6 +162,7 @@ class HostStore:
 
         The units must be offloaded. Leaves what is in another tier than the pinned one. Idempotent.
         """
+        self.has_gaps = False
         if self._is_full:
             return
         # What is mapped from a file stays there: packing would read all of it into memory.

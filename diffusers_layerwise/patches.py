@@ -24,6 +24,7 @@ Around = Callable[..., Any]
 #: The execution device of every streamed model, and of the models inside it.
 _devices: weakref.WeakKeyDictionary[nn.Module, torch.device] = weakref.WeakKeyDictionary()
 _hidden: contextvars.ContextVar[frozenset[int]] = contextvars.ContextVar("hidden", default=frozenset())
+_edited: contextvars.ContextVar[bool] = contextvars.ContextVar("edited", default=False)
 _MARK = "_layerwise_offload_wrapper"
 
 
@@ -154,5 +155,20 @@ def _model_classes() -> list[type]:
 
 
 def _device(original: Callable[[], torch.device], model: Any) -> torch.device:
-    found = _devices.get(model)
+    found = None if is_editing() else _devices.get(model)
     return found if found is not None else original()
+
+
+@contextlib.contextmanager
+def editing() -> Iterator[None]:
+    """While weights are rewritten on the host, `.device` says so: loaders put there what they load."""
+    token = _edited.set(True)
+    try:
+        yield
+    finally:
+        _edited.reset(token)
+
+
+def is_editing() -> bool:
+    """Whether weights are being rewritten on the host in this thread."""
+    return _edited.get()

@@ -16,6 +16,7 @@ from .handle import HANDLE, OffloadHandle, handle_of
 from .members import Members, Selection
 from .plan import Choice
 from .profiles import find_profile
+from .registries import wrap_registry
 from .selection import Components
 from .slots import modules_of
 from .terms import Terms
@@ -82,6 +83,7 @@ def enable_layerwise_offload(
         switches.wrap(kind)
     switches.wrap_models(modules_of(pipe).values())
     switches.wrap_manager()
+    wrap_registry()
     try:
         members.make(members.examine(explicit=True))
     except BaseException:
@@ -131,11 +133,12 @@ def apply_layerwise_offload(
     if away is not None:
         raise mapping.refuse_elsewhere(name, device, away)
     residence = mapping.residence(name, module, device, options)
-    component = checked(name, module, conflicts.is_replaceable(module), residence)
+    component = checked(name, module, device, conflicts.is_replaceable(module), residence, options.adapters)
     terms = Terms(chosen_mode, budget, options.activation_reserve or 0, options.residency or Residency.LASTING, False)
     members = Members(Selection(None, chosen_mode, options, device, terms), bare=module)
     members.adopt_bare(Wanted(component, Choice.LAYERWISE, options, residence=residence))
     switches.wrap_models([module])
+    wrap_registry()
     handle = members.handle = OffloadHandle(members)
     return handle
 

@@ -170,8 +170,13 @@ class Runtime:
         """A component's structure has changed: looks it through anew, and plans again for it."""
         self.recover()
         schedule.leave()
-        self.restructure(schedule)
-        plan = self.plan_for(self.schedules)
+        try:
+            self.restructure(schedule)
+            plan = self.plan_for(self.schedules)
+        except BaseException:
+            # It may be refused, or too large for the budget: the next pass looks again at what is there then.
+            schedule.is_stale = self._is_torn = True
+            raise
         self.tuner.forget(schedule)
         self.fitting.forget(schedule)
         self._adopt(plan, [schedule, *self._changed(plan, {schedule})])
@@ -342,7 +347,7 @@ class Runtime:
     def _learn(self, schedule: Schedule) -> None:
         """Before a pass: takes in what earlier ones showed of this component, its order and its times."""
         timed = self.tuner.take(schedule)
-        if schedule.order.is_due:
+        if schedule.order.is_due or schedule.store.has_gaps:
             part = self.plan.component(schedule.name)
             # A whole component is packed too where it is loaded again for each use.
             if part.largest_streamed or part.residency is Residency.USE:

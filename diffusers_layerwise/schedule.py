@@ -333,6 +333,12 @@ class Schedule:
         if self._remaining == 0:
             self._release()
 
+    def point_again(self, unit: Unit) -> None:
+        """After a unit's module ran and pointed its weights at copies of its own: they are what was loaded again."""
+        group = self._group_of.get(unit.index)
+        if group is not None:
+            group.point_again()
+
     def _switch(self, group: Group, unit: Unit) -> None:
         self._release()
         if len(self.record) == 1 and self.order.starts_another(unit.index):

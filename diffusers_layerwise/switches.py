@@ -27,7 +27,8 @@ Original = Callable[..., Any]
 EDITORS = """
     load_lora_weights fuse_lora unfuse_lora unload_lora_weights set_adapters delete_adapters enable_lora disable_lora
     load_lora_adapter unload_lora load_textual_inversion unload_textual_inversion load_ip_adapter unload_ip_adapter
-    fuse_qkv_projections unfuse_qkv_projections load_attn_procs enable_freeu disable_freeu
+    fuse_qkv_projections unfuse_qkv_projections load_attn_procs enable_freeu disable_freeu add_adapter load_adapter
+    set_adapter delete_adapter disable_adapters enable_adapters enable_lora_hotswap enable_layerwise_casting
 """.split()
 
 
@@ -177,6 +178,8 @@ def _device_in(values: Iterable[Any]) -> torch.device | None:
 def device(original: Original, pipe: Any) -> torch.device:
     """`pipe.device` and `pipe._execution_device`: where it computes."""
     handle = handle_of(pipe)
+    if handle is not None and patches.is_editing():
+        return torch.device("cpu")
     found: torch.device = original() if handle is None else handle._device
     return found
 
@@ -195,7 +198,20 @@ def _on_host(members: Iterable[Members]) -> Iterator[None]:
     with all_locked(runtimes):
         for runtime in runtimes:
             runtime.release()
-        yield
+            runtime.transfer.finish()  # a group may have been on its way, and its host copy is written now
+        schedules = [schedule for runtime in runtimes for schedule in runtime.schedules]
+        before = [_parts(schedule.component.module) for schedule in schedules]
+        try:
+            with patches.editing():
+                yield
+        finally:
+            for schedule, parts in zip(schedules, before, strict=True):
+                # What is taken out of a module (an adapter that is deleted) is told to nobody.
+                schedule.is_stale = schedule.is_stale or parts != _parts(schedule.component.module)
+
+
+def _parts(module: nn.Module) -> list[int]:
+    return [*map(id, module.modules()), *map(id, module.parameters())]
 
 
 def wrap(kind: type) -> None:

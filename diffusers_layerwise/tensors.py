@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,11 +53,10 @@ def view_like(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Te
 def why_not_movable(tensor: torch.Tensor, allow_meta: bool = False) -> str | None:
     """Says why a tensor's bytes can't simply be copied, or None when they can (or could, if it weren't on meta).
 
-    Only plain tensors and parameters of dense layout qualify. A subclass (quantised weights, DTensor) holds its data
-    elsewhere; a meta tensor has none.
+    Only tensors of dense layout with memory of their own qualify (see `parts.py` for those inside others); a meta
+    tensor has none.
     """
-    plain = (torch.Tensor, nn.Parameter, nn.Buffer) if hasattr(nn, "Buffer") else (torch.Tensor, nn.Parameter)
-    if type(tensor) not in plain:
+    if hasattr(type(tensor), "__tensor_flatten__"):
         return f"is a {type(tensor).__module__}.{type(tensor).__qualname__}, whose data lies in inner tensors"
     if tensor.layout is not torch.strided:
         return f"has layout {tensor.layout}"
@@ -63,9 +64,17 @@ def why_not_movable(tensor: torch.Tensor, allow_meta: bool = False) -> str | Non
         return "was made under torch.inference_mode(), so edits to it can't be noticed; load it outside of that"
     if tensor.is_quantized:
         return f"is quantised ({tensor.dtype})"
-    if tensor.device.type == "meta" and not allow_meta:
-        return "is on the meta device and has no data"
+    if tensor.device.type == "meta":
+        return None if allow_meta else "is on the meta device and has no data"
+    if type(tensor) not in (torch.Tensor, nn.Parameter) and tensor.numel() and not tensor.data_ptr():
+        return f"is a {type(tensor).__module__}.{type(tensor).__qualname__}, which has no memory of its own"
     return None
+
+
+def plain_data(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.data` as an ordinary tensor, also where the class of `tensor` has ideas of its own about its methods."""
+    with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        return tensor.data.as_subclass(torch.Tensor)
 
 
 @dataclasses.dataclass(eq=False)
@@ -73,6 +82,8 @@ class Entry:
     """One parameter or buffer: the tensor, its host copy, and every (module, name) that holds it.
 
     `tensor` is never replaced; `tensor.data` points at `host` or at device memory. `on_disk`: `host` is a file's view.
+    A tensor inside a quantised parameter `outer` is held by an attribute (or item) `key` of `holder`, and `path` is its
+    name below that.
     """
 
     tensor: torch.Tensor
@@ -81,12 +92,31 @@ class Entry:
     host: torch.Tensor
     is_buffer: bool = False
     on_disk: bool = False
+    holder: Any = None
+    key: str = ""
+    outer: torch.Tensor | None = None
+    path: str = ""
+
+    @property
+    def held(self) -> torch.Tensor:
+        """What the owning modules hold: `tensor`, or the quantised parameter that it is a part of."""
+        return self.tensor if self.outer is None else self.outer
+
+    def reader(self) -> Callable[[], Any]:
+        """A function that gives what is held in this entry's place now; not `tensor` once somebody replaced it."""
+        if isinstance(self.holder, dict):
+            return functools.partial(self.holder.get, self.key)
+        if self.holder is not None:
+            # By name every time: `torch.utils.swap_tensors` gives a parameter another `__dict__`.
+            return functools.partial(getattr, self.holder, self.key, None)
+        module, name = self.owners[0]
+        held: dict[str, Any] = module._buffers if self.is_buffer else module._parameters
+        return functools.partial(held.get, name)
 
     def current(self) -> torch.Tensor | None:
-        """What the owning module holds under this name now; not `tensor` once somebody replaced it."""
-        module, name = self.owners[0]
-        held = module._buffers if self.is_buffer else module._parameters
-        return held.get(name)
+        """What is held in this entry's place now."""
+        found: torch.Tensor | None = self.reader()()
+        return found
 
 
 @dataclasses.dataclass(eq=False)

@@ -125,6 +125,11 @@ class Transfer:
         if event is not None:
             torch.accelerator.current_stream(self.device).wait_event(event)
 
+    def finish(self) -> None:
+        """Waits, on the host, for all copies queued so far: somebody is about to write to what they read."""
+        if self.pid == os.getpid() and self.copy_stream is not None:
+            self.copy_stream.synchronize()
+
     def start_copies(self, copies: Sequence[Copy], lease: Lease, name: str, count: int) -> None:
         """Queues copies on the copy stream, behind the lease's `after` events and before its ready event."""
         self.copies += len(copies)

@@ -49,8 +49,13 @@ def unwatch(watcher: Watcher) -> list[nn.Module]:
     return found
 
 
+def touch(module: nn.Module) -> None:
+    """Tells whoever watches a module that it has changed in a way that torch doesn't tell."""
+    for watcher in list(_watched.get(module, ())):
+        watcher.is_stale = True
+
+
 def _on_registration(module: nn.Module, name: str, value: object) -> None:
     # A registration of what is there already (the same object again) changes nothing.
     if module in _watched and module._modules.get(name, module._parameters.get(name)) is not value:
-        for watcher in list(_watched[module]):
-            watcher.is_stale = True
+        touch(module)

@@ -24,6 +24,11 @@ TABLES = {
     "named above. Two calls, in modes `memory` and `auto`.",
     "Moves": "`.to()` and its relatives, on a pipeline and on one component of it, before any call and after two.",
     "Device maps": "accelerate's maps as residency plans, on two devices, the host and disk; given back afterwards.",
+    "LoRA and adapters": "Sixteen changes one after the other (load, mix, hot-swap, fuse, unfuse, delete, unload ...) "
+    "with two calls after each, or a change after each step of one call. *before* and *after* enabling.",
+    "Quantised weights": "Against the same quantised component as a resident one on the same device. *sim*: the "
+    "simulated device; *cpu*: the CPU as the execution device, for kernels that the simulated one doesn't have.",
+    "Training": "Gradients and train mode on a component that streams.",
     "Pipelines": "`all`: every component streams, in mode `memory`. `dit`: the denoisers stream, the rest is placed on "
     "the device. Two calls with different prompts; then everything is taken off, and each weight is where it was.",
 }

@@ -37,6 +37,16 @@ def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(0, TOKENS, shape, generator=torch.Generator().manual_seed(seed))
 
 
+class Sealed(torch.Tensor):
+    """A tensor that says it wraps another one, but can't be made anew around that."""
+
+    hidden = torch.zeros(1)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """Its inner tensors' names, and no way back."""
+        return ["hidden"], None
+
+
 class Block(nn.Module):
     """One linear layer with a residual."""
 

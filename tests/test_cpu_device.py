@@ -504,7 +504,7 @@ def test_an_exclusion_alone_means_all_the_others(name: str, plain: torch.Tensor,
 
 
 def linears() -> nn.Sequential:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(6)))
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(6))).eval()
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])

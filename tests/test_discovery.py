@@ -264,15 +264,12 @@ def test_meta_weights_are_named_and_refused_with_the_remedy() -> None:
         apply_layerwise_offload(module, "memory", onload_device="cpu")
 
 
-def test_tensor_subclass_is_named_and_refused() -> None:
-    class Packed(torch.Tensor):
-        """A tensor whose data lies elsewhere, as that of quantised weights does."""
-
+def test_tensor_subclass_that_can_not_be_made_anew_is_named_and_refused() -> None:
     module = models.make(models.Chain)
-    module.blocks[2].lin.register_buffer("packed", torch.zeros(4).as_subclass(Packed))
+    module.blocks[2].lin.register_buffer("packed", torch.zeros(4).as_subclass(models.Sealed))
     reasons = discover(module, "chain").unmovable
     assert len(reasons) == 1
-    assert reasons[0].startswith("blocks.2.lin.packed is a")
+    assert reasons[0].startswith("blocks.2.lin.packed has an inner tensor 'hidden'")
     with pytest.raises(LayerwiseOffloadError, match=r"blocks\.2\.lin\.packed"):
         apply_layerwise_offload(module, "memory", onload_device="cpu")
 

@@ -154,13 +154,10 @@ def test_edit_within_a_pass_is_kept(mode: str, sim: ModuleType) -> None:
 
 
 def test_replacement_that_can_not_stream_is_refused_by_name(sim: ModuleType) -> None:
-    class Packed(torch.Tensor):
-        """A tensor whose data lies elsewhere."""
-
     chain, x = models.make(models.Chain), models.numbers(2, models.WIDTH)
     stream(chain)
     run(chain, x)
-    chain.blocks[1].lin._parameters["weight"] = chain.blocks[1].lin.weight.detach().as_subclass(Packed)
+    chain.blocks[1].lin._parameters["weight"] = chain.blocks[1].lin.weight.detach().as_subclass(models.Sealed)
     with pytest.raises(LayerwiseOffloadError, match=r"blocks\.1\.lin\.weight was replaced"):
         run(chain, x)
 

@@ -131,6 +131,7 @@ def test_config_fields_and_defaults() -> None:
         "host_memory_budget": "auto",
         "checkpoint": None,
         "embeddings": None,
+        "adapters": None,
     }
 
 
@@ -157,7 +158,7 @@ def test_the_error_is_a_runtime_error() -> None:
 
 
 def test_a_bare_module_needs_one_line() -> None:
-    module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval()
     with apply_layerwise_offload(module, "memory", onload_device="cpu") as handle, torch.no_grad():
         module(torch.ones(1, 8))
         assert handle.report().moved_bytes > 0
