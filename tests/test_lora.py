@@ -94,7 +94,7 @@ def test_an_adapters_life(case: str, mode: str, when: str, adapters: str, sim: M
 
 
 @pytest.mark.parametrize("adapters", ["resident", pytest.param("streamed", marks=SLOW)])
-@pytest.mark.parametrize("mode", modes("auto"))
+@pytest.mark.parametrize("mode", modes("memory"))
 @pytest.mark.parametrize("case", CASES)
 def test_adapters_change_between_steps(case: str, mode: str, adapters: str, sim: ModuleType, cell: Cell) -> None:
     cell("LoRA and adapters", f"LoRA between steps, {case}, {adapters}", f"{mode}, after")

@@ -256,4 +256,10 @@ MUTANTS = [
         "        self.is_closed = True\n        for schedule in self.schedules:\n            schedule.close()\n",
         "        pass\n",
     ),
+    Mutant(
+        "weights are rewritten while they are on their way",
+        "switches.py",
+        "            runtime.transfer.finish()  # a group may have been on its way, and its host copy is written now\n",
+        "",
+    ),
 ]

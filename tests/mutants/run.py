@@ -31,6 +31,7 @@ TESTS = [
     "tests/test_engine.py",
     "tests/test_devices.py",
     "tests/test_interrupts.py",
+    "tests/test_lora.py::test_adapters_change_between_steps[sd15-memory-resident]",
     *(f"tests/test_pipelines_on_sim.py::test_any_budget_is_kept_and_changes_no_bit[{case}]" for case in BUDGETS),
 ]
 TIMEOUT = 300
