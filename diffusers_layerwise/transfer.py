@@ -154,7 +154,6 @@ class Transfer:
             assert lease.ready is not None
             lease.ready.record(self.copy_stream)
 
-    # What `reader` queues from its own thread, piece by piece, between these two.
     def wait_until_free(self, lease: Lease) -> None:
         """Puts the copy stream behind the last readers of a lease's memory."""
         for event in lease.after if self.is_async else ():
@@ -232,7 +231,6 @@ class Transfer:
         account.hold(-lease.buffer.numel())
         self.drop_buffer(lease.buffer)
 
-    # Timing: read only when complete, never waited for.
     def time_mark(self) -> Any:
         """A point in time on the caller's stream: a timing event, or the wall clock on the CPU."""
         if not self.is_async:
