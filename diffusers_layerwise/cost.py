@@ -298,10 +298,10 @@ def step_seconds(problem: Problem, plan: OffloadPlan) -> tuple[float, float] | N
 
 
 def free_budget(problem: Problem, plan: OffloadPlan) -> int | None:
-    """About the smallest budget at which streaming costs nothing: the largest component's steps take their compute.
+    """About the smallest budget at which streaming costs nothing: a step takes its compute. None where there is none.
 
-    Found by halving, for the plan's ring and some common ones, with residents chosen by pace; a plan, which also trades
-    residents, may get there a little earlier.
+    Found by halving, for the plan's ring and some common ones, with residents chosen by pace, then for the plans
+    themselves, which have more to hold (several denoisers, a profile's residents).
     """
     main = problem.main
     if main is None or main.busy is None:
@@ -311,7 +311,20 @@ def free_budget(problem: Problem, plan: OffloadPlan) -> int | None:
     rings |= {(plan.slot_bytes, plan.slots)} if plan.slots else set()
     least = min(_free_weights(main, slot, count, problem.hardware) for slot, count in rings)
     needed = least + sum(spec.fixed for spec in problem.specs) + problem.activation(main.name)
-    return min(resident_budget(problem), max(needed, smallest_budget(problem)[0]))
+    low, high = max(needed, smallest_budget(problem)[0]), resident_budget(problem)
+    if low >= high or _is_free(problem, low):
+        return min(low, high)
+    if not _is_free(problem, high):
+        return None
+    while high - low > high // 64:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _is_free(problem, middle) else (middle, high)
+    return high
+
+
+def _is_free(problem: Problem, budget: int) -> bool:
+    step = step_seconds(problem, solve(problem, budget))
+    return step is None or step[0] <= FREE * step[1]
 
 
 def _free_weights(main: ComponentSpec, slot: int, slots: int, hardware: Hardware) -> int:

@@ -8,6 +8,7 @@ are small and known (see `twins.py`). What is read from others on the host is ze
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -374,10 +375,15 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
+#: What is replaced is the process's own, so plans take turns.
+_TURN = threading.RLock()
+
+
 @contextlib.contextmanager
 def faked(device: FakeDevice) -> Iterator[None]:
     """Runs a block with the meta device as the accelerator."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_TURN)
         stack.enter_context(torch.inference_mode(False))  # tensors of that mode bypass what counts them
         stack.enter_context(torch.no_grad())
         # Where a mask's content isn't known, all of it is taken: the most that can come out.

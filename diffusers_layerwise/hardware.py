@@ -214,7 +214,7 @@ def measure(device: torch.device | str | None = None, seconds: float = 4.0) -> H
         }
         attention = _attention(place, 512 if place.type == "cpu" else 4096, part)
         data = torch.ones((4 if place.type == "cpu" else 256) * 2**20, dtype=torch.uint8)
-        onto = data.to(place)
+        onto = torch.empty_like(data, device=place)
         bandwidth = _rate(2 * data.numel(), lambda: onto.add_(1), onto, part)
         pageable = _rate(data.numel(), lambda: onto.copy_(data), onto, part)
         pinned = pageable if place.type == "cpu" else _pinned(data, onto, part)

@@ -94,6 +94,13 @@ def plan_layerwise_offload(
         if vae_tiling or total >= smallest_budget(other)[0]:
             plan = predict(other, total, [*notes, *_tiling_notes(trace, problem)], host)
             return dataclasses.replace(plan, tiled=tiled)
+        least = smallest_budget(other)[0]
+        raise torch.OutOfMemoryError(
+            f"A memory budget of {format_bytes(total)} is too small for this call. The smallest budget that works is "
+            f"{least} bytes ({format_bytes(least)}) with pipe.{tiled[0]}.enable_tiling(), and "
+            f"{format_bytes(smallest_budget(problem)[0])} without. Pass memory_budget={least} or more, or a smaller "
+            f"size or batch."
+        )
     return predict(problem, total, notes, host)
 
 

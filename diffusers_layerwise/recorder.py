@@ -14,7 +14,7 @@ from .discovery import Component, discover
 from .errors import raised_in
 from .fake import FakeDevice, faked
 from .flops import Cost, total
-from .repeats import Given, Leavings, call_key, is_replayable, lists_in, made, shape_of, state_of
+from .repeats import Given, Leavings, call_key, is_replayable, lists_in, made, own, shape_of, state_of
 from .trace import Leaf, PassTrace, Trace, TracedComponent, TracedUnit, Use
 
 #: Methods by which pipelines enter a component.
@@ -362,6 +362,8 @@ def trace_pipeline(pipe: Any, device: FakeDevice, call: Mapping[str, Any], notes
         _mark_steps(scheduler, recorder)
     if hasattr(pipe, "video_processor") and call.get("output_type") is None:
         call = {**call, "output_type": "pt"}  # frames as arrays are work of the host alone: gigabytes of zeros
+    # A plan leaves random numbers and the user's functions alone.
+    call = {name: own(value) for name, value in call.items() if not (name.startswith("callback") and callable(value))}
     error: Exception | None = None
     with faked(device):
         try:

@@ -81,6 +81,13 @@ def made(shape: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.made() if isinstance(leaf, Ghost) else leaf, shape)
 
 
+def own(value: Any) -> Any:
+    """An argument that a call may use up: a generator's copy."""
+    if isinstance(value, list):
+        return [own(item) for item in value]
+    return value.clone_state() if isinstance(value, torch.Generator) else value
+
+
 # ---------------------------------------------------------------------- what a call leaves behind
 def tensors_of(args: Any) -> Iterator[torch.Tensor]:
     """The fake tensors in nested arguments."""

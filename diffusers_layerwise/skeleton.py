@@ -49,6 +49,8 @@ def from_folder(
             if not name.startswith("_"):
                 values[name] = entry
             continue
+        if len(entry) != 2:
+            raise LayerwiseOffloadError(f"{INDEX} should name library and class of {name!r}, got {entry!r}.")
         values[name] = (
             None if entry[0] is None else _component(folder, name, entry, cls, device, (dtype, assumed), notes)
         )
@@ -98,6 +100,8 @@ def pipeline_class(index: dict[str, Any]) -> Any:
             f"{INDEX} asks for the pipeline class {name!r}, which diffusers {diffusers.__version__} doesn't have. "
             f"Update diffusers, or build the pipeline yourself and pass it instead of the folder."
         )
+    if not (isinstance(cls, type) and issubclass(cls, DiffusionPipeline) and cls is not DiffusionPipeline):
+        raise LayerwiseOffloadError(f"{INDEX} asks for {name!r}, which is no pipeline class that can be called.")
     return cls
 
 

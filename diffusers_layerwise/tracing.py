@@ -11,6 +11,7 @@ from typing import Any
 import diffusers
 import torch
 from diffusers import DiffusionPipeline
+from PIL import Image
 from torch import nn
 
 from . import cache
@@ -53,7 +54,8 @@ def trace_folder(folder: Path, dtype: torch.dtype | None, call: Mapping[str, Any
         TypeError: The pipeline takes no such argument.
     """
     arguments = full_call(pipeline_class(read_index(folder)), call)
-    key = cache.digest(_versions(), str(dtype), _folder_key(folder), _call_key(arguments))
+    told = _call_key(arguments)
+    key = None if told is None else cache.digest(_versions(), str(dtype), _folder_key(folder), told)
 
     def build(device: FakeDevice, notes: list[str]) -> Any:
         return from_folder(folder, device, dtype, notes)
@@ -68,9 +70,9 @@ def trace_loaded(pipe: DiffusionPipeline, call: Mapping[str, Any]) -> Trace:
         TypeError: The pipeline takes no such argument.
     """
     arguments = full_call(type(pipe), call)
-    code = _code_key(pipe)
-    parts = (_versions(), type(pipe).__qualname__, code, _pipe_key(pipe), _call_key(arguments))
-    key = None if code is None else cache.digest(*parts)
+    code, told = _code_key(pipe), _call_key(arguments)
+    parts = (_versions(), type(pipe).__qualname__, code, _pipe_key(pipe), told)
+    key = None if code is None or told is None else cache.digest(*parts)
     return _traced(key, lambda device, _: from_pipeline(pipe, device), arguments)
 
 
@@ -87,6 +89,11 @@ def _traced(key: str | None, build: Any, arguments: dict[str, Any]) -> Trace:
     device = FakeDevice()
     notes: list[str] = []
     trace = trace_pipeline(build(device, notes), device, arguments, notes)
+    pictured = {} if trace.error is None or trace.steps else pictures_for(build(device, []), arguments)
+    if pictured:
+        device, notes = FakeDevice(), [f"{', '.join(pictured)}: stand-ins of the call's size"]
+        again = trace_pipeline(build(device, notes), device, arguments | pictured, notes)
+        trace, arguments = (again, arguments | pictured) if again.error is None else (trace, arguments)
     _try_tiling(trace, build, arguments)
     if trace.error is None and key is not None:
         cache.write(name, trace.to_dict())
@@ -112,6 +119,18 @@ def _try_tiling(trace: Trace, build: Any, arguments: dict[str, Any]) -> None:
     tiled = again.component(top.name)
     if again.error is None and tiled.activation_peak < top.activation_peak:
         trace.tiled[top.name] = Tiles(tiled.activation_peak, tiled.flops)
+
+
+def pictures_for(pipe: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Blank pictures for a call that has none, where the pipeline takes some: of the call's size, else 512 pixels."""
+    parameters = inspect.signature(type(pipe).__call__).parameters
+    size = (arguments.get("width") or 512, arguments.get("height") or 512)
+    blank = Image.new("RGB", size)
+    kinds: dict[str, Any] = dict.fromkeys(("image", "mask_image", "control_image"), blank)
+    kinds["video"] = [blank] * (arguments.get("num_frames") or 9)
+    if "video" in parameters and "image" in parameters:
+        del kinds["video"]  # either will do
+    return {name: value for name, value in kinds.items() if name in parameters and arguments.get(name) is None}
 
 
 def full_call(cls: Any, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,9 +208,18 @@ def _code_key(pipe: DiffusionPipeline) -> list[str] | None:
     kinds = {kind for value in [*values, *parts] for kind in type(value).__mro__}
     own = sorted((k for k in kinds if k.__module__.partition(".")[0] not in PUBLISHED), key=lambda k: k.__qualname__)
     try:
-        return [inspect.getsource(kind) for kind in own]
+        # The source of one of two classes of a name in a file is that of the first; their code differs.
+        return [inspect.getsource(kind) + repr(_code_of(kind)) for kind in own]
     except (OSError, TypeError):
         return None
+
+
+def _code_of(kind: type) -> list[Any]:
+    functions = [(name, value) for name, value in sorted(vars(kind).items()) if inspect.isfunction(value)]
+    return [
+        (name, f.__code__.co_code, f.__code__.co_names, [c for c in f.__code__.co_consts if not inspect.iscode(c)])
+        for name, f in functions
+    ]
 
 
 def _settings(module: nn.Module) -> list[Any]:
@@ -205,16 +233,27 @@ def _settings(module: nn.Module) -> list[Any]:
     ]
 
 
-def _call_key(arguments: Mapping[str, Any]) -> list[Any]:
+def _call_key(arguments: Mapping[str, Any]) -> list[Any] | None:
     def key(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return [list(value.shape), str(value.dtype)]
+        if hasattr(value, "shape") and hasattr(value, "dtype"):
+            return [type(value).__name__, list(value.shape), str(value.dtype)]
         if hasattr(value, "size") and hasattr(value, "mode"):
             return [type(value).__name__, value.size, value.mode]
         if isinstance(value, (list, tuple)):
             return [key(v) for v in value]
+        if isinstance(value, Mapping):
+            return [[str(name), key(v)] for name, v in value.items()]
         if isinstance(value, torch.Generator):
             return "generator"
-        return value if isinstance(value, (str, int, float, bool, type(None))) else type(value).__qualname__
+        if isinstance(value, (str, int, float, bool, type(None), torch.dtype, torch.device)):
+            return str(value) if isinstance(value, (torch.dtype, torch.device)) else value
+        raise _NoKey
 
-    return [[name, key(value)] for name, value in sorted(arguments.items())]
+    try:
+        return [[name, key(value)] for name, value in sorted(arguments.items())]
+    except _NoKey:
+        return None
+
+
+class _NoKey(Exception):
+    """A value that says too little of itself: what depends on it isn't kept."""

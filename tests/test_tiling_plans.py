@@ -53,11 +53,12 @@ def test_tiles_can_be_asked_for_and_refused(whole: PredictedPlan) -> None:
         plan(memory_budget=whole.smallest_budget - 1, vae_tiling=False)
 
 
-def test_below_what_tiles_need_the_error_is_that_without_them(whole: PredictedPlan) -> None:
+def test_below_what_tiles_need_the_error_says_both_smallest_budgets(whole: PredictedPlan) -> None:
     least = plan(vae_tiling=True).smallest_budget
     assert plan(memory_budget=least).tiled == ("vae",)
-    with pytest.raises(torch.OutOfMemoryError, match=str(whole.smallest_budget)):
+    with pytest.raises(torch.OutOfMemoryError, match=rf"memory_budget={least} or more") as raised:
         plan(memory_budget=least - 1)
+    assert "with pipe.vae.enable_tiling()" in str(raised.value)
 
 
 def test_the_figures_are_those_of_a_pipeline_whose_tiling_is_on() -> None:
