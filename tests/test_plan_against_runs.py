@@ -88,7 +88,8 @@ def test_all_of_a_model_is_resident_exactly_from_the_peak_of_that_on(name: str) 
     at_it = make_plan([spec], Request(Mode.AUTO, whole.peak_bytes, link=LINK))
     assert at_it.components[0].streamed_bytes == 0
     below = make_plan([spec], Request(Mode.AUTO, whole.peak_bytes - 1, link=LINK))
-    assert below.components[0].streamed_bytes > 0
+    # It streams, or a table stays on the host.
+    assert below.components[0].resident_bytes < at_it.components[0].resident_bytes
     assert below.peak_bytes < whole.peak_bytes
 
 
