@@ -65,6 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Traces and measurements that an earlier state of the code kept in the user's cache aren't what is tested."""
     with pytest.MonkeyPatch.context() as patch:
+        if SIM is not None:  # processes that tests start find it built
+            patch.setenv("SIMDEV_BUILD", str(Path(SIM._C.__file__).parents[1]))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 
