@@ -11,7 +11,7 @@ from . import auto
 from .config import LayerwiseOffloadConfig, Mode, Placement, Residency, format_bytes
 from .hardware import Hardware
 from .placement import place
-from .plan import Choice, ComponentSpec, OffloadPlan, UnitSpec
+from .plan import Choice, ComponentSpec, OffloadPlan, UnitSpec, joined
 from .rings import runs_of, sizes_of
 from .search import Request, make_plan, smallest_peak, steady_step
 from .simulate import simulate, timeline
@@ -109,7 +109,10 @@ class Problem:
         names = {name for name in names if self._stays(name) is Residency.USE}
         sharing = alternating([name for name, _ in self.trace.sequence if name in names])
         step = frozenset(name for name, _ in self.trace.step_passes())
-        return tuple(sorted(_joined([*sharing, step]), key=sorted))
+        found: set[frozenset[str]] = set()
+        for sharers in [*sharing, step]:
+            found = joined(found, sharers) if len(sharers) > 1 else found
+        return tuple(sorted(found, key=sorted))
 
     def _stays(self, name: str) -> Residency:
         config = next(s.config for s in self.specs if s.name == name)
@@ -166,16 +169,6 @@ def alternating(passes: Iterable[str]) -> list[frozenset[str]]:
             if name in ended:
                 found.append(frozenset([name, holder]))
         holder = name
-    return found
-
-
-def _joined(groups: Iterable[frozenset[str]]) -> set[frozenset[str]]:
-    """Sets of more than one, those with a common member made one."""
-    found: set[frozenset[str]] = set()
-    for names in groups:
-        if len(names) > 1:
-            common = {other for other in found if other & names}
-            found = (found - common) | {names.union(*common)}
     return found
 
 

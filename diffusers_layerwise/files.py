@@ -10,10 +10,8 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-import json
 import mmap
 import os
-import struct
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +19,7 @@ from pathlib import Path
 import torch
 
 from .errors import LayerwiseOffloadError
-from .headers import DTYPES, MOST_BYTES
+from .headers import DTYPES, header_of
 
 PAGE = mmap.PAGESIZE
 _MAPS = Path("/proc/self/maps")
@@ -101,20 +99,13 @@ def read_layout(path: Path) -> dict[str, Stored]:
     Raises:
         ValueError: This is no safetensors file, or its data is cut short.
     """
-    with path.open("rb") as file:
-        first = file.read(8)
-        count = struct.unpack("<Q", first)[0] if len(first) == 8 else MOST_BYTES + 1
-        text = file.read(count) if count <= MOST_BYTES else b""
-        size = os.fstat(file.fileno()).st_size
-    try:
-        entries = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
-        found: dict[str, Stored] = {}
+    found: dict[str, Stored] = {}
+    size = path.stat().st_size
+    with header_of(path) as (entries, data):
         for name, entry in entries.items():
-            start, stop = (8 + count + int(offset) for offset in entry["data_offsets"])
+            start, stop = (data + int(offset) for offset in entry["data_offsets"])
             if entry["dtype"] in DTYPES:
                 found[name] = Stored(DTYPES[entry["dtype"]], tuple(entry["shape"]), start, stop)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} should begin with a safetensors header, but doesn't: {error!r}.") from error
     if any(stored.stop > size for stored in found.values()):
         raise ValueError(f"{path} is cut short: it has {size} bytes, and its header tells of more.")
     return found

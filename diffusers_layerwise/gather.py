@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from .config import Embeddings
-from .hostmemory import is_denoiser
 from .plan import Choice, ComponentSpec, UnitSpec
+from .selection import is_denoiser
 
 #: Smaller tables are loaded faster than the host can wait for the numbers of the rows.
 LEAST_BYTES = 16 << 20

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,21 +31,31 @@ DTYPES = {
 MOST_BYTES = 100_000_000
 
 
-def read_header(path: Path) -> dict[str, torch.dtype]:
-    """The tensors of one safetensors file, name to dtype. The data after the header may be missing.
+@contextlib.contextmanager
+def header_of(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """The entries of a safetensors file's header, and where its data begins, for a block that makes something of them.
 
     Raises:
-        ValueError: This is no safetensors file.
+        ValueError: This is no safetensors file, or the block finds that an entry isn't one.
     """
     with path.open("rb") as file:
         first = file.read(8)
         count = struct.unpack("<Q", first)[0] if len(first) == 8 else MOST_BYTES + 1
         text = file.read(count) if count <= MOST_BYTES else b""
     try:
-        entries = json.loads(text)
-        return {name: DTYPES[e["dtype"]] for name, e in entries.items() if name != "__metadata__"}
+        yield {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}, 8 + count
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} should begin with a safetensors header, but doesn't: {error!r}.") from error
+
+
+def read_header(path: Path) -> dict[str, torch.dtype]:
+    """The tensors of one safetensors file, name to dtype. The data after the header may be missing.
+
+    Raises:
+        ValueError: This is no safetensors file.
+    """
+    with header_of(path) as (entries, _):
+        return {name: DTYPES[entry["dtype"]] for name, entry in entries.items()}
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

@@ -201,8 +201,3 @@ def _by_tier(items: Iterable[HostItem], tiers: Mapping[tuple[str, int], HostTier
     for item in items:
         found.setdefault(item.component, Counter())[tiers[item.component, item.key].value] += item.nbytes
     return {name: dict(count) for name, count in found.items()}
-
-
-def is_denoiser(name: str) -> bool:
-    """Whether a component's name is that of one which every step of a call uses."""
-    return name.partition(" of ")[0].startswith(("transformer", "unet", "prior", "decoder", "controlnet"))

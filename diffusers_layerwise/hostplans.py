@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from .config import HostTier, Residency, format_bytes
 from .cost import Problem
 from .hostmemory import HostItem, HostPlan, assign_tiers
-from .pieces import PIECE_BYTES, SECTOR
 from .plan import ComponentPlan, OffloadPlan
-from .staging import BUFFERS
+from .staging import most_bytes
 
 #: What reading takes of the budget for itself.
-STAGING_BYTES = BUFFERS * (PIECE_BYTES + 2 * SECTOR)
+STAGING_BYTES = most_bytes(is_async=True)
 
 
 @dataclasses.dataclass(frozen=True)

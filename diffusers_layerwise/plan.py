@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from .config import LayerwiseOffloadConfig, Mode, Residency, format_bytes
 from .device_maps import CPU, DISK, device_value, shortest
@@ -191,6 +191,17 @@ class ComponentPlan:
     def largest_streamed(self) -> int:
         """Bytes of the largest streamed group."""
         return max((group.size for group in self.groups if not group.resident), default=0)
+
+
+def joined(sets: Iterable[frozenset[str]], names: frozenset[str]) -> set[frozenset[str]]:
+    """Sets of components that share a budget, with another one: those that it has a member in common with become one.
+
+    Example:
+        >>> [sorted(each) for each in joined([frozenset("ab")], frozenset("bc"))]
+        [['a', 'b', 'c']]
+    """
+    common = [each for each in sets if each & names]
+    return (set(sets) - set(common)) | {names.union(*common)}
 
 
 @dataclasses.dataclass(frozen=True)

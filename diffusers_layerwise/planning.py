@@ -88,17 +88,18 @@ def plan_layerwise_offload(
         problem = dataclasses.replace(problem, policy=policy)
     total = int(device.memory * (1 - MARGIN)) if budget is None else budget
     tiled = tuple(trace.tiled) if vae_tiling is not False else ()
-    if tiled and (vae_tiling or total < smallest_budget(problem)[0]):
+    untiled = smallest_budget(problem)[0] if tiled else 0
+    if tiled and (vae_tiling or total < untiled):
         other = make_problem(trace.with_tiles(), device, chosen_mode, components, options, [])
         other = dataclasses.replace(other, policy=problem.policy)
-        if vae_tiling or total >= smallest_budget(other)[0]:
-            plan = predict(other, total, [*notes, *_tiling_notes(trace, problem)], host)
-            return dataclasses.replace(plan, tiled=tiled)
         least = smallest_budget(other)[0]
+        if vae_tiling or total >= least:
+            plan = predict(other, total, [*notes, *_tiling_notes(trace, untiled)], host)
+            return dataclasses.replace(plan, tiled=tiled)
         raise torch.OutOfMemoryError(
             f"A memory budget of {format_bytes(total)} is too small for this call. The smallest budget that works is "
             f"{least} bytes ({format_bytes(least)}) with pipe.{tiled[0]}.enable_tiling(), and "
-            f"{format_bytes(smallest_budget(problem)[0])} without. Pass memory_budget={least} or more, or a smaller "
+            f"{format_bytes(untiled)} without. Pass memory_budget={least} or more, or a smaller "
             f"size or batch."
         )
     return predict(problem, total, notes, host)
@@ -119,12 +120,12 @@ def _traced(
     )
 
 
-def _tiling_notes(trace: Trace, without: Problem) -> list[str]:
+def _tiling_notes(trace: Trace, untiled: int) -> list[str]:
     return [
         f"{name}: this is with pipe.{name}.enable_tiling(), to be called first, which changes the image a little where "
         f"tiles meet; activations take {format_bytes(tiles.peak)} instead of "
         f"{format_bytes(trace.component(name).activation_peak)}, without which the smallest budget is "
-        f"{format_bytes(smallest_budget(without)[0])}"
+        f"{format_bytes(untiled)}"
         for name, tiles in trace.tiled.items()
     ]
 

@@ -33,6 +33,11 @@ def role(name: str) -> str | None:
     return None
 
 
+def is_denoiser(name: str) -> bool:
+    """Whether a component's name is that of one which every step of a call uses; also of a part ("controlnet of P")."""
+    return role(name.partition(" of ")[0]) == "dit"
+
+
 def in_group(name: str, group: str) -> bool:
     """Whether a component belongs to a group. `default` is text encoders, image encoders and VAEs."""
     if group == "all":

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from .config import Residency
-from .plan import OffloadPlan
+from .plan import OffloadPlan, joined
 from .schedule import Schedule
 from .transfer import Transfer
 
@@ -67,7 +67,5 @@ class Sharing:
         if by not in self._evicted:
             return False
         # They take turns within a step: each would reload its residents every time. From now on they share.
-        names = frozenset([by.name, other.name])
-        sharing = [s for s in self.together if s & names]
-        self.together = (self.together - set(sharing)) | {names.union(*sharing)}
+        self.together = joined(self.together, frozenset([by.name, other.name]))
         return True

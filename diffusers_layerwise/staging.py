@@ -22,8 +22,14 @@ from .transfer import Transfer, plain_tensors
 #: Buffers of each device. They bound how far reading runs ahead of copying; a CPU's copies are never far behind.
 BUFFERS = 8
 CPU_BUFFERS = 4
+BUFFER_BYTES = PIECE_BYTES + 2 * SECTOR
 #: Seconds after which a thread that waits looks whether the other one is still alive.
 PATIENCE = 0.5
+
+
+def most_bytes(is_async: bool) -> int:
+    """Bytes of host memory that all buffers of a device take at most."""
+    return (BUFFERS if is_async else CPU_BUFFERS) * BUFFER_BYTES
 
 
 class Buffer:
@@ -36,14 +42,13 @@ class Buffer:
     """
 
     def __init__(self, transfer: Transfer) -> None:
-        count = PIECE_BYTES + 2 * SECTOR
         self.free = transfer.event()
         self.is_used = False
         self.is_idle = threading.Event()
         self.is_idle.set()
         self._locked: Any = None
         with plain_tensors():
-            self.tensor = self._allocate(transfer, count)
+            self.tensor = self._allocate(transfer, BUFFER_BYTES)
         at = self.tensor.data_ptr()
         self.memory = memoryview((ctypes.c_char * self.tensor.numel()).from_address(at)).cast("B")
 
@@ -96,7 +101,7 @@ class Staging:
             RuntimeError: There isn't.
         """
         held = self._buffers.setdefault(transfer.device, [])
-        count = BUFFERS if transfer.is_async else CPU_BUFFERS
+        count = most_bytes(transfer.is_async) // BUFFER_BYTES
         position = self._next.get(transfer.device, 0)
         if len(held) < count:
             position = len(held)

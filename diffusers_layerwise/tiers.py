@@ -18,14 +18,13 @@ from .hostmemory import (
     assign_tiers,
     automatic_budget,
     available_memory,
-    is_denoiser,
     local_processes,
 )
-from .pieces import PIECE_BYTES, SECTOR
 from .plan import ComponentPlan
 from .reader import staging_bytes
 from .schedule import Schedule
-from .staging import BUFFERS, CPU_BUFFERS
+from .selection import is_denoiser
+from .staging import most_bytes
 
 HOW_TO_LOAD = (
     "Load it with from_pretrained from safetensors files, with the dtype that they have and without moving it, or name "
@@ -133,7 +132,7 @@ class HostMemory:
         items += [_item_of(schedule, unit, tier) for schedule in others for unit, tier in _tiers(schedule)]
         if budget is not None:
             small = sum(schedule.component.fixed_size for schedule in [*due, *others])
-            budget = max(0, budget - small - self._staging(is_async))
+            budget = max(0, budget - small - most_bytes(is_async))
         self.plan = assign_tiers(items, budget, kept, read)
         for schedule in due:
             if schedule.config.host is None and schedule.store.table is not None:
@@ -144,7 +143,7 @@ class HostMemory:
         """Bytes that a CPU execution device may use, where the weights are more than the host's memory; else None."""
         budget = self._budget(schedules)
         total = sum(schedule.component.streamable for schedule in schedules)
-        return None if budget is None or total <= budget else max(1, budget - self._staging(False))
+        return None if budget is None or total <= budget else max(1, budget - most_bytes(False))
 
     def _items(self, schedule: Schedule, residents: set[tuple[str, str]]) -> Iterator[HostItem]:
         uses = STEPS if not self.has_calls or is_denoiser(schedule.name) else 1
@@ -169,9 +168,6 @@ class HostMemory:
             in_files = sum(f.extent.nbytes for f in checkpoints.search(schedule.component).findings if f.mapping)
             owned += max(0, schedule.component.streamable - in_files)
         return found + owned
-
-    def _staging(self, is_async: bool) -> int:
-        return (BUFFERS if is_async else CPU_BUFFERS) * (PIECE_BYTES + 2 * SECTOR)
 
     # ------------------------------------------------------------------ counting
     def count(self, schedules: Iterable[Schedule]) -> int:

@@ -53,14 +53,15 @@ def trace_folder(folder: Path, dtype: torch.dtype | None, call: Mapping[str, Any
         LayerwiseOffloadError: The folder is no pipeline.
         TypeError: The pipeline takes no such argument.
     """
-    arguments = full_call(pipeline_class(read_index(folder)), call)
+    kind = pipeline_class(read_index(folder))
+    arguments = full_call(kind, call)
     told = _call_key(arguments)
     key = None if told is None else cache.digest(_versions(), str(dtype), _folder_key(folder), told)
 
     def build(device: FakeDevice, notes: list[str]) -> Any:
         return from_folder(folder, device, dtype, notes)
 
-    return _traced(key, build, arguments)
+    return _traced(key, kind, build, arguments)
 
 
 def trace_loaded(pipe: DiffusionPipeline, call: Mapping[str, Any]) -> Trace:
@@ -73,11 +74,11 @@ def trace_loaded(pipe: DiffusionPipeline, call: Mapping[str, Any]) -> Trace:
     code, told = _code_key(pipe), _call_key(arguments)
     parts = (_versions(), type(pipe).__qualname__, code, _pipe_key(pipe), told)
     key = None if code is None or told is None else cache.digest(*parts)
-    return _traced(key, lambda device, _: from_pipeline(pipe, device), arguments)
+    return _traced(key, type(pipe), lambda device, _: from_pipeline(pipe, device), arguments)
 
 
 @torch.inference_mode(False)
-def _traced(key: str | None, build: Any, arguments: dict[str, Any]) -> Trace:
+def _traced(key: str | None, kind: type, build: Any, arguments: dict[str, Any]) -> Trace:
     """The trace that was kept, or a new one; one without a key isn't kept."""
     name = f"traces/{key}.json"
     stored = None if key is None else cache.read(name)
@@ -89,7 +90,7 @@ def _traced(key: str | None, build: Any, arguments: dict[str, Any]) -> Trace:
     device = FakeDevice()
     notes: list[str] = []
     trace = trace_pipeline(build(device, notes), device, arguments, notes)
-    pictured = {} if trace.error is None or trace.steps else pictures_for(build(device, []), arguments)
+    pictured = {} if trace.error is None or trace.steps else pictures_for(kind, arguments)
     if pictured:
         device, notes = FakeDevice(), [f"{', '.join(pictured)}: stand-ins of the call's size"]
         again = trace_pipeline(build(device, notes), device, arguments | pictured, notes)
@@ -121,9 +122,9 @@ def _try_tiling(trace: Trace, build: Any, arguments: dict[str, Any]) -> None:
         trace.tiled[top.name] = Tiles(tiled.activation_peak, tiled.flops)
 
 
-def pictures_for(pipe: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def pictures_for(kind: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Blank pictures for a call that has none, where the pipeline takes some: of the call's size, else 512 pixels."""
-    parameters = inspect.signature(type(pipe).__call__).parameters
+    parameters = inspect.signature(kind.__call__).parameters
     size = (arguments.get("width") or 512, arguments.get("height") or 512)
     blank = Image.new("RGB", size)
     kinds: dict[str, Any] = dict.fromkeys(("image", "mask_image", "control_image"), blank)
@@ -245,8 +246,10 @@ def _call_key(arguments: Mapping[str, Any]) -> list[Any] | None:
             return [[str(name), key(v)] for name, v in value.items()]
         if isinstance(value, torch.Generator):
             return "generator"
-        if isinstance(value, (str, int, float, bool, type(None), torch.dtype, torch.device)):
-            return str(value) if isinstance(value, (torch.dtype, torch.device)) else value
+        if isinstance(value, (torch.dtype, torch.device)):
+            return str(value)
+        if isinstance(value, (str, int, float, bool, type(None))):
+            return value
         raise _NoKey
 
     try:

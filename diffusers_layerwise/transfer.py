@@ -145,14 +145,8 @@ class Transfer:
             for target, source in copies:
                 target.copy_(source)
             return
-        with self._copying():
-            for event in lease.after:
-                if event is not None:
-                    self.copy_stream.wait_event(event)
-            for target, source in copies:
-                target.copy_(source, non_blocking=True)
-            assert lease.ready is not None
-            lease.ready.record(self.copy_stream)
+        self.wait_until_free(lease)
+        self.queue_copies(copies, lease.ready)
 
     def wait_until_free(self, lease: Lease) -> None:
         """Puts the copy stream behind the last readers of a lease's memory."""

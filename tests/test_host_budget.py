@@ -20,9 +20,9 @@ from diffusers_layerwise.hostmemory import (
     assign_tiers,
     automatic_budget,
     available_memory,
-    is_denoiser,
     local_processes,
 )
+from diffusers_layerwise.selection import is_denoiser
 from models import run
 from test_checkpoint_files import WIDTH, chain, linux_only, x
 
@@ -143,7 +143,7 @@ def test_sizes_are_read_and_nonsense_is_refused() -> None:
 def test_a_budget_splits_a_module_between_memory_and_file(
     sim: ModuleType, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiers.HostMemory, "_staging", lambda *_: 0)
+    monkeypatch.setattr(tiers, "most_bytes", lambda *_: 0)
     module = chain(tmp_path)
     weights = sum(p.nbytes for p in module.parameters())
     expected = run(module, x())
@@ -190,7 +190,7 @@ def test_an_automatic_budget_leaves_in_files_what_does_not_fit(
     module = chain(tmp_path)
     weights = sum(p.nbytes for p in module.parameters())
     expected = run(module, x())
-    monkeypatch.setattr(tiers.HostMemory, "_staging", lambda *_: 0)
+    monkeypatch.setattr(tiers, "most_bytes", lambda *_: 0)
     monkeypatch.setattr(tiers, "available_memory", lambda: weights * 2 // 3)
     handle = models.stream(module, mode="auto", device=onto)
     for _ in range(4):
