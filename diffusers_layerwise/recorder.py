@@ -14,7 +14,7 @@ from .discovery import Component, discover
 from .errors import raised_in
 from .fake import FakeDevice, faked
 from .flops import Cost, total
-from .repeats import Given, Leavings, call_key, is_replayable, lists_in, made, own, shape_of, state_of
+from .repeats import Given, Leavings, bytes_of, call_key, is_replayable, lists_in, made, own, shape_of, state_of
 from .trace import Leaf, PassTrace, Trace, TracedComponent, TracedUnit, Use
 
 #: Methods by which pipelines enter a component.
@@ -97,7 +97,7 @@ class Recorder:
         self._open: _Open | None = None
         self._implicit = False
         self._depth = 0
-        self._replays: dict[Any, tuple[str, int, Any]] = {}
+        self._replays: dict[Any, tuple[str, int, Any, int]] = {}
         self._parts: dict[Any, tuple[_Open, Leavings]] = {}
         seen: set[int] = set()
         for name, module in modules.items():
@@ -160,6 +160,7 @@ class Recorder:
                 return self._replay(*self._replays[key])
             self._depth += 1
             self._begin(name)
+            before = self.device.live.now
             try:
                 if own is not None:
                     self.use(name, own)
@@ -173,7 +174,9 @@ class Recorder:
                 self._depth -= 1
                 kind = self._end()
             if key is not None and is_replayable(self.device, result):
-                self._replays[key] = (name, kind, shape_of(result))
+                # Tables that it keeps for later passes are in its own peak already, and are there when it is repeated.
+                kept = max(0, self.device.live.now - before - bytes_of(result))
+                self._replays[key] = (name, kind, shape_of(result), kept)
             return result
 
         return entry
@@ -279,12 +282,12 @@ class Recorder:
             self._end()
         self._book()
 
-    def _replay(self, name: str, kind: int, shape: Any) -> Any:
-        """A pass like an earlier one: counted, not run."""
+    def _replay(self, name: str, kind: int, shape: Any, kept: int) -> Any:
+        """A pass like an earlier one, which left so many bytes behind: counted, not run."""
         self._end()
         done = self.components[name].passes[kind]
         done.count += 1
-        done.base = max(done.base, self.device.live.now)
+        done.base = max(done.base, self.device.live.now - kept)
         self.sequence.append((name, kind))
         return made(shape)
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .fake import META, FakeDevice
+from .live import rounded
 
 _PLAIN = (int, str, bool, type(None), torch.dtype, torch.device)
 #: Entries of a module's `__dict__` that say nothing of what a call does.
@@ -74,6 +75,13 @@ def shape_of(result: Any) -> Any:
         return Ghost(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype)
 
     return pytree.tree_map(ghost, result)
+
+
+def bytes_of(result: Any) -> int:
+    """Bytes alive for a result, as they are counted: each tensor's memory once."""
+    tensors = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.is_meta)
+    storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(map(rounded, storages.values()))
 
 
 def made(shape: Any) -> Any:
