@@ -265,7 +265,10 @@ def _cached(name: str) -> Path | None:
         from huggingface_hub.file_download import repo_folder_name
     except ImportError:
         return None
-    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
+    try:
+        folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
+    except ValueError:
+        return None  # the path of a folder that is gone is no repository's name
     with contextlib.suppress(OSError):
         snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
         if snapshot.is_dir():
