@@ -58,8 +58,8 @@ class Search:
 def search(component: Component, checkpoint: str | None = None) -> Search:
     """Looks for a component's units in files. Changes nothing, and reads no weight.
 
-    Memory that is a private view of a file is found by its address. Other memory is looked for by name, type and shape
-    in the files that the model says it was loaded from, or in `checkpoint`.
+    Memory that is a private view of a file is found by its address, as long as the file has its name. Other memory is
+    looked for by name, type and shape in the files that the model says it was loaded from, or in `checkpoint`.
     """
     mappings = file_mappings()
     starts = [mapping.start for mapping in mappings]
@@ -68,7 +68,8 @@ def search(component: Component, checkpoint: str | None = None) -> Search:
     for extent in (extent for unit in component.units for extent in unit.extents):
         pointer = extent.source.data_ptr()
         mapping = mappings[position] if (position := bisect.bisect(starts, pointer) - 1) >= 0 else None
-        if mapping is not None and extent.nbytes and pointer + extent.nbytes <= mapping.stop:
+        is_view = mapping is not None and extent.nbytes and pointer + extent.nbytes <= mapping.stop
+        if mapping is not None and is_view and _is_there(mapping):
             findings.append(Finding(extent, mapping.path, mapping.offset + pointer - mapping.start, mapping))
         else:
             rest.append(extent)
@@ -78,6 +79,16 @@ def search(component: Component, checkpoint: str | None = None) -> Search:
     known = {id(finding.extent) for finding in by_name}
     missing = sum(extent.nbytes for extent in rest if id(extent) not in known)
     return Search(findings + by_name, missing, folders)
+
+
+def _is_there(mapping: FileMapping) -> bool:
+    """Whether a view's file still has its name; saving to the folder that was loaded from gives that to another one."""
+    try:
+        return os.stat(mapping.path).st_ino == mapping.inode
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # that it can't be opened is said where it is tried
 
 
 def why_unreadable(found: Search) -> str | None:
@@ -254,7 +265,10 @@ def _cached(name: str) -> Path | None:
         from huggingface_hub.file_download import repo_folder_name
     except ImportError:
         return None
-    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
+    try:
+        folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model")
+    except ValueError:
+        return None  # the path of a folder that is gone is no repository's name
     with contextlib.suppress(OSError):
         snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
         if snapshot.is_dir():

@@ -94,7 +94,7 @@ class Stored:
 
 
 def read_layout(path: Path) -> dict[str, Stored]:
-    """The tensors in a safetensors file by name. Reads the header only.
+    """The tensors in a safetensors file by name, but for types that torch has no name for. Reads the header only.
 
     Raises:
         ValueError: This is no safetensors file, or its data is cut short.

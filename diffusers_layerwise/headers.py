@@ -26,7 +26,15 @@ DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "C64": torch.complex64,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }
+if hasattr(torch, "float8_e8m0fnu"):  # from torch 2.7 on
+    DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 #: The format's own limit of a header.
 MOST_BYTES = 100_000_000
 
@@ -49,13 +57,25 @@ def header_of(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def read_header(path: Path) -> dict[str, torch.dtype]:
-    """The tensors of one safetensors file, name to dtype. The data after the header may be missing.
+    """The tensors of one safetensors file, name to dtype, but for types that torch has no name for.
+
+    The data after the header may be missing.
 
     Raises:
         ValueError: This is no safetensors file.
     """
     with header_of(path) as (entries, _):
-        return {name: DTYPES[entry["dtype"]] for name, entry in entries.items()}
+        return {name: DTYPES[entry["dtype"]] for name, entry in entries.items() if entry["dtype"] in DTYPES}
+
+
+def has_unknown(path: Path) -> bool:
+    """Whether a safetensors file has tensors of types that aren't in [`DTYPES`].
+
+    Raises:
+        ValueError: This is no safetensors file.
+    """
+    with header_of(path) as (entries, _):
+        return any(entry["dtype"] not in DTYPES for entry in entries.values())
 
 
 def checkpoint_files(folder: Path) -> list[Path]:

@@ -90,11 +90,12 @@ def _groups(root: Path) -> Iterator[Path]:
 
 
 def _room(folder: Path) -> int | None:
-    for limit_name, usage_name in (
-        ("memory.max", "memory.current"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    for limit_names, usage_name in (
+        (("memory.max", "memory.high"), "memory.current"),  # above the second one a process is slowed to a crawl
+        (("memory.limit_in_bytes",), "memory.usage_in_bytes"),
     ):
-        limit, usage = _number(folder / limit_name), _number(folder / usage_name)
+        limit = min((found for name in limit_names if (found := _number(folder / name)) is not None), default=None)
+        usage = _number(folder / usage_name)
         if limit is None or usage is None:
             continue
         stat = dict(pair for line in _lines(folder / "memory.stat") if len(pair := line.split()) == 2)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
+import json
 import os
 import re
 import tempfile
@@ -17,6 +19,7 @@ from . import cache, weight_cache
 from .config import parse_bytes
 from .errors import LayerwiseOffloadError
 from .files import read_layout
+from .headers import has_unknown
 from .skeleton import read_index
 
 #: Bytes that converted weights may take on the disk.
@@ -88,8 +91,10 @@ def _converted(folder: Path, dtype: torch.dtype, options: dict[str, Any], limit:
             continue
         files = _files(folder / component, options.get("variant"))
         kept = _kept(value)
-        if not files or kept is None:
+        if not files or kept is None or _is_quantised(folder / component, options.get("quantization_config")):
             continue
+        if any(has_unknown(path) for path in files):
+            continue  # what can't be named can't be written either
         dtypes = {
             stored.dtype
             for path in files
@@ -112,6 +117,21 @@ def _files(folder: Path, variant: str | None) -> list[Path]:
     return whole or found
 
 
+def _is_quantised(folder: Path, asked: Any) -> bool:
+    """Whether a component is quantised in its files, or will be while it is loaded.
+
+    Then its loader makes of the dtype what it should: scales are no weights, and rounding twice gives another value.
+    """
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if json.loads((folder / "config.json").read_text()).get("quantization_config"):
+            return True
+    if asked is None:
+        return False
+    # A config that names nobody means everybody.
+    named = getattr(asked, "quant_mapping", None) or getattr(asked, "components_to_quantize", None)
+    return not named or folder.name in named
+
+
 def _kept(value: Any) -> list[str] | None:
     """Parts of names of weights that a class may want in float32; None where the class can't be asked.
 
@@ -126,15 +146,27 @@ def _kept(value: Any) -> list[str] | None:
     return sorted({str(part) for each in lists for part in each or ()})
 
 
+def _is_intact(place: Path, links: dict[str, Path]) -> bool:
+    try:
+        return all((place / name).readlink() == target.resolve() for name, target in links.items())
+    except OSError:
+        return False  # a file, or nothing
+
+
 def _view(folder: Path, replaced: dict[str, dict[str, Path]]) -> Path:
     """A folder of links: the pipeline's own files, and the converted ones in place of theirs."""
     links = {entry.name: entry for entry in folder.iterdir() if entry.name not in replaced}
     for component, files in replaced.items():
         inner = {f"{component}/{entry.name}": entry for entry in (folder / component).iterdir()}
         links |= inner | {f"{component}/{name}": path for name, path in files.items()}
-    place = weight_cache.root() / VIEWS / cache.digest({name: str(path.resolve()) for name, path in links.items()})
-    if place.is_dir():
-        return place
+    for number in itertools.count():
+        key = cache.digest({name: str(path.resolve()) for name, path in links.items()}, number)
+        place = weight_cache.root() / VIEWS / key
+        if not place.exists():
+            break
+        if _is_intact(place, links):
+            return place
+        # Somebody has saved to it, what only replaces the link. That is left to them, and another one is made.
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(dir=place.parent))

@@ -24,11 +24,12 @@ from .errors import LayerwiseOffloadError
 from .files import Pagemap, SourceTable
 from .host import HostStore
 from .pieces import Piece, Route, read_into
-from .staging import Buffer, Porter, Staging
+from .staging import PORTER_ENDED, Buffer, Porter, Staging
 from .transfer import Lease, Transfer, plain_tensors
 
 #: Seconds after which a caller that waits looks whether the courier is still alive.
 PATIENCE = 0.5
+COURIER_ENDED = "the thread that reads it has ended"
 
 
 # ---------------------------------------------------------------------- one group on its way
@@ -61,19 +62,32 @@ class Ticket:
             LayerwiseOffloadError: It couldn't be read; says why.
         """
         courier = self.courier
-        if not self.done.is_set() and courier is not None and self.pid == os.getpid():
-            courier.hurry(self)
-            while not self.done.wait(PATIENCE):
-                if not courier.is_alive():
-                    break
-        if self.done.is_set() and self.error is None and self.pid == os.getpid():
-            return
+        if courier is not None and self.pid == os.getpid():
+            if not self.done.is_set():
+                courier.hurry(self)
+                while not self.done.wait(PATIENCE):
+                    if not courier.is_alive():
+                        self.fail(RuntimeError(COURIER_ENDED))
+            if self.error is None:
+                return
         if isinstance(self.error, LayerwiseOffloadError):
             raise self.error
-        reason = "the thread that reads it has ended" if self.error is None else str(self.error)
         raise LayerwiseOffloadError(
-            f"{self.name} could not be read: {reason}. Call again once its file can be read, or load the model anew."
+            f"{self.name} could not be read: {self.error or COURIER_ENDED}. Call again once its file can be read, or "
+            f"load the model anew."
         ) from self.error
+
+    def fail(self, error: BaseException) -> None:
+        """The load is over without all that it should have brought: nothing more is written by it. Idempotent."""
+        assert self.courier is not None
+        with self.courier.lock:
+            if self.done.is_set():
+                return
+            self.error = self.error or error
+            if self.is_started and not self.is_cancelled:
+                self.transfer.record_ready(self.lease)
+            self.done.set()
+        self.courier.forget(self)
 
     def cancel(self) -> None:
         """Makes sure that nothing more is written to the lease's memory but what the copy stream has already."""
@@ -108,7 +122,8 @@ class Courier:
         self._staging = Staging()
         self._pages = Pagemap() if os.path.exists("/proc/self/pagemap") else None
         self._thread: threading.Thread | None = None
-        self._porter = Porter(self._hand_over)
+        self._reading: Ticket | None = None
+        self._porter = Porter(self._hand_over, self._lose)
         self.users: set[int] = set()
 
     def is_alive(self) -> bool:
@@ -116,15 +131,22 @@ class Courier:
         return self._thread is not None and self._thread.is_alive() and not self._porter.is_stuck()
 
     def send(self, ticket: Ticket) -> None:
-        """Queues a load, behind those that were queued before."""
+        """Queues a load, behind those that were queued before. What prevents it is raised when it is waited for."""
         ticket.courier = self
-        with self._condition:
-            self._queue.append(ticket)
-            if not self.is_alive():
-                self._is_ending = False
-                self._thread = threading.Thread(target=self._run, name="layerwise-courier", daemon=True)
-                self._thread.start()
-            self._condition.notify()
+        lost = None
+        try:
+            with self._condition:
+                self._queue.append(ticket)
+                if self._thread is None or not self._thread.is_alive():
+                    lost, self._reading = self._reading, None
+                    self._is_ending = False
+                    self._thread = threading.Thread(target=self._run, name="layerwise-courier", daemon=True)
+                    self._thread.start()
+                self._condition.notify_all()
+        except RuntimeError as error:  # the system allows no further thread
+            ticket.fail(error)
+        if lost is not None:
+            lost.fail(RuntimeError(COURIER_ENDED))  # the last thread died with it
 
     def hurry(self, ticket: Ticket) -> None:
         """Puts a load that is needed now before all that is only expected."""
@@ -139,16 +161,19 @@ class Courier:
             self._queue.remove(ticket)
 
     def end(self) -> None:
-        """Ends the threads and frees the buffers."""
-        thread = self._thread
+        """Ends the threads, which free the buffers. Doesn't wait where it is called by one of them."""
         with self._condition:
             self._is_ending = True
-            self._condition.notify()
-        if thread is not None and thread is not threading.current_thread():
+            self._condition.notify_all()
+        thread = self._thread
+        if thread is None or not thread.is_alive():
+            self._clear()
+        elif threading.current_thread() is not thread and not self._porter.is_current():
             thread.join()
-            self._porter.end()
-            self._staging.free()
-        self._thread = None
+
+    def _clear(self) -> None:
+        self._porter.end()
+        self._staging.free()
 
     @property
     def staging_bytes(self) -> int:
@@ -161,8 +186,8 @@ class Courier:
                 while not self._queue and not self._is_ending:
                     self._condition.wait()
                 if self._is_ending:
-                    return
-                ticket = self._queue.popleft()
+                    break
+                self._reading = ticket = self._queue.popleft()
             error: BaseException | None = None
             try:
                 self._read(ticket)
@@ -170,9 +195,11 @@ class Courier:
                 error = found
             try:
                 self._pass_on(ticket, None, None, error)
-            except BaseException as found:  # the porter has died
-                self._finish(ticket, error or found)
-            del ticket, error  # nothing is kept alive by a thread that waits
+            except BaseException as found:  # there is no porter, and none can be started
+                ticket.fail(error or found)
+            del ticket, error
+            self._reading = None  # nothing is kept alive by a thread that waits
+        self._clear()
 
     def _read(self, ticket: Ticket) -> None:
         transfer, table = ticket.transfer, ticket.route.table
@@ -182,14 +209,14 @@ class Courier:
             for piece in ticket.route.pieces:
                 buffer = None
                 if piece.source is not None or transfer.is_async:
-                    buffer = self._staging.next(transfer, self._porter.is_alive)
+                    buffer = self._staging.next(transfer, self._porter.revive)
                     begin = time.perf_counter()
                     self._fill(piece, buffer, table)
                     table.count(piece.length, time.perf_counter() - begin)
                 if self._is_ending:
                     raise LayerwiseOffloadError(f"{ticket.name} is no longer read: the thread that does it has to end.")
                 self._pass_on(ticket, piece, buffer, None)
-                if ticket.is_cancelled:
+                if ticket.is_cancelled or ticket.done.is_set():
                     return
 
     def _pass_on(self, ticket: Ticket, piece: Piece | None, buffer: Buffer | None, error: BaseException | None) -> None:
@@ -199,7 +226,18 @@ class Courier:
             return
         if buffer is not None:
             buffer.is_idle.clear()
-        self._porter.give((ticket, piece, buffer, error))
+        try:
+            self._porter.give((ticket, piece, buffer, error))
+        except BaseException:
+            if buffer is not None:
+                buffer.is_idle.set()  # it wasn't given away
+            raise
+
+    def _lose(self, ticket: Ticket, piece: Piece | None, buffer: Buffer | None, error: BaseException | None) -> None:
+        """The porter died with a piece: what it belongs to is incomplete, whoever goes on with the rest."""
+        ticket.fail(error or RuntimeError(PORTER_ENDED))
+        if buffer is not None:
+            buffer.is_idle.set()
 
     def _hand_over(
         self, ticket: Ticket, piece: Piece | None, buffer: Buffer | None, error: BaseException | None
@@ -209,7 +247,7 @@ class Courier:
             return
         try:
             with self.lock, plain_tensors():
-                if not ticket.is_cancelled and ticket.error is None:
+                if not ticket.is_cancelled and ticket.error is None and not ticket.done.is_set():
                     _deliver(ticket, piece, buffer)
         except BaseException as found:
             ticket.error = found
@@ -220,6 +258,8 @@ class Courier:
     def _finish(self, ticket: Ticket, error: BaseException | None) -> None:
         try:
             with self.lock:
+                if ticket.done.is_set():
+                    return
                 ticket.error = ticket.error or error
                 if ticket.is_cancelled:
                     return
@@ -273,13 +313,17 @@ _couriers: dict[int, Courier] = {}
 _guard = threading.RLock()
 
 
-def send(name: str, route: Route, lease: Lease, transfer: Transfer, count: int) -> Ticket:
+def send(ticket: Ticket, count: int) -> None:
     """Starts the load of a group, whose `count` bytes are counted as moved."""
-    transfer.copies += len(route.pieces)
-    transfer.moved_bytes += count
-    ticket = Ticket(name, route, lease, transfer)
-    courier_for(route.table).send(ticket)
-    return ticket
+    ticket.transfer.copies += len(ticket.route.pieces)
+    ticket.transfer.moved_bytes += count
+    try:
+        courier = courier_for(ticket.route.table)
+    except OSError as error:  # no descriptor is left: raised where it is waited for, as everything is
+        ticket.error = error
+        ticket.done.set()
+        return
+    courier.send(ticket)
 
 
 def courier_for(table: SourceTable) -> Courier:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import mmap
 import os
-import queue
 import threading
 import weakref
 from collections.abc import Callable
@@ -25,6 +25,7 @@ CPU_BUFFERS = 4
 BUFFER_BYTES = PIECE_BYTES + 2 * SECTOR
 #: Seconds after which a thread that waits looks whether the other one is still alive.
 PATIENCE = 0.5
+PORTER_ENDED = "the thread that copies what was read has ended"
 
 
 def most_bytes(is_async: bool) -> int:
@@ -90,15 +91,15 @@ class Staging:
         """Bytes of host memory that all buffers take."""
         return sum(buffer.tensor.numel() for buffers in list(self._buffers.values()) for buffer in buffers)
 
-    def next(self, transfer: Transfer, is_emptied: Callable[[], bool]) -> Buffer:
+    def next(self, transfer: Transfer, revive: Callable[[], bool]) -> Buffer:
         """The buffer for the next piece, once the last one has left it.
 
         Args:
             transfer (`Transfer`): The device.
-            is_emptied (`Callable`): Whether there still is somebody who empties buffers that aren't idle.
+            revive (`Callable`): Makes sure that there is somebody who empties buffers that aren't idle; tells whether.
 
         Raises:
-            RuntimeError: There isn't.
+            RuntimeError: There isn't. The buffer stays with what waits in it.
         """
         held = self._buffers.setdefault(transfer.device, [])
         count = most_bytes(transfer.is_async) // BUFFER_BYTES
@@ -109,9 +110,8 @@ class Staging:
         self._next[transfer.device] = (position + 1) % count
         found = held[position]
         while not found.is_idle.wait(PATIENCE):
-            if not is_emptied():
-                found.is_idle.set()
-                raise RuntimeError("the thread that copies what was read has ended")
+            if not revive():
+                raise RuntimeError(PORTER_ENDED)
         found.wait()
         return found
 
@@ -126,49 +126,81 @@ class Staging:
 class Porter:
     """A thread that does what it is given, in order. It starts with the first thing, and is never far behind.
 
+    A thread can die: what it had begun is lost then and given to `lose`, what waits is done by the next one.
+
     Args:
         work (`Callable`): Called with what is given; must not raise.
+        lose (`Callable`): Called with what a thread had begun that died meanwhile.
     """
 
-    def __init__(self, work: Callable[..., None]) -> None:
+    def __init__(self, work: Callable[..., None], lose: Callable[..., None]) -> None:
         self._work = work
-        self._queue: queue.Queue[tuple[Any, ...] | None] = queue.Queue(CPU_BUFFERS)
+        self._lose = lose
+        self._condition = threading.Condition()
+        self._waiting: collections.deque[tuple[Any, ...]] = collections.deque()
+        self._begun: tuple[Any, ...] | None = None
+        self._is_ending = False
         self._thread: threading.Thread | None = None
 
     def is_alive(self) -> bool:
         """Whether the thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
+    def is_current(self) -> bool:
+        """Whether it is the porter who asks."""
+        return self._thread is threading.current_thread()
+
     def is_stuck(self) -> bool:
         """Whether something waits that nobody will do."""
-        return not self.is_alive() and not self._queue.empty()
+        return not self.is_alive() and (bool(self._waiting) or self._begun is not None)
+
+    def revive(self) -> bool:
+        """Starts the thread where none runs; what the last one had begun is lost. Idempotent. Tells whether one runs.
+
+        Raises:
+            RuntimeError: The system allows no further thread.
+        """
+        with self._condition:
+            if not self.is_alive():
+                lost, self._begun = self._begun, None
+                if lost is not None:
+                    self._lose(*lost)
+                self._is_ending = False
+                self._thread = threading.Thread(target=self._run, name="layerwise-porter", daemon=True)
+                self._thread.start()
+            return self.is_alive()
 
     def give(self, item: tuple[Any, ...]) -> None:
         """Gives it something to do; waits while too much is waiting.
 
         Raises:
-            RuntimeError: The thread ended while this waited.
+            RuntimeError: There is no thread, and none can be started.
         """
-        if not self.is_alive():
-            self._thread = threading.Thread(target=self._run, name="layerwise-porter", daemon=True)
-            self._thread.start()
-        while True:
-            try:
-                self._queue.put(item, timeout=PATIENCE)
-                return
-            except queue.Full:
-                if not self.is_alive():
-                    raise RuntimeError("the thread that copies what was read has ended") from None
+        self.revive()
+        with self._condition:
+            while len(self._waiting) >= CPU_BUFFERS:
+                if not self._condition.wait(PATIENCE) and not self.revive():
+                    raise RuntimeError(PORTER_ENDED)
+            self._waiting.append(item)
+            self._condition.notify_all()
 
     def end(self) -> None:
         """Ends the thread once all is done that it was given."""
-        if self.is_alive():
-            self._queue.put(None)
-            assert self._thread is not None
+        with self._condition:
+            self._is_ending = True
+            self._condition.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        self._thread = None
+            self._thread = None
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            self._work(*item)
-            del item  # nothing is kept alive by a thread that waits
+        while True:
+            with self._condition:
+                while not self._waiting and not self._is_ending:
+                    self._condition.wait()
+                if not self._waiting:
+                    return
+                self._begun = self._waiting.popleft()
+                self._condition.notify_all()
+            self._work(*self._begun)
+            self._begun = None  # nothing is kept alive by a thread that waits

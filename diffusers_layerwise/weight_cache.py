@@ -7,7 +7,6 @@ import dataclasses
 import errno
 import hashlib
 import json
-import mmap
 import os
 import shutil
 import struct
@@ -26,7 +25,7 @@ from .files import Stored, read_layout
 from .headers import DTYPES
 
 #: Part of every key: raised when files would be written differently.
-VERSION = 1
+VERSION = 2
 FOLDER = "weights"
 MANIFEST = "manifest.json"
 #: Paths of files whose content was read through, with what it was: hashing gigabytes takes seconds.
@@ -65,9 +64,10 @@ def entries() -> list[Entry]:
     found = []
     for path in root().glob(f"*/{MANIFEST}") if root().is_dir() else ():
         held = _manifest(path.parent)
-        if held is not None:
-            count = sum(size for size, _ in held["files"].values())
-            found.append(Entry(path.parent, held["component"], held["dtype"], count, path.stat().st_mtime))
+        with contextlib.suppress(OSError):  # removed by another process meanwhile
+            if held is not None:
+                count = sum(size for size, _, _ in held["files"].values())
+                found.append(Entry(path.parent, held["component"], held["dtype"], count, path.stat().st_mtime))
     return sorted(found, key=lambda entry: -entry.used)
 
 
@@ -84,7 +84,7 @@ def verify() -> list[str]:
     for entry in entries():
         held = _manifest(entry.folder)
         files = {} if held is None else held["files"]
-        if any(_hash(entry.folder / name) != digest for name, (_, digest) in files.items()):
+        if any(not _has(entry.folder / name, digest) for name, (_, digest, _) in files.items()):
             broken.append(str(entry))
             shutil.rmtree(entry.folder, ignore_errors=True)
     return broken
@@ -126,47 +126,75 @@ def converted(
 
 
 def fingerprint(path: Path) -> str:
-    """The hash of a file's content. Known ones are looked up, as long as size and time of change are the same."""
+    """The hash of a file's content. Known ones are looked up, as long as size and times are the same.
+
+    Raises:
+        LayerwiseOffloadError: It can't be read.
+    """
     state = path.stat()
     known = cache.read(FINGERPRINTS)
     known = known if isinstance(known, dict) else {}
-    stamp = [state.st_size, state.st_mtime_ns, state.st_ino]
+    # The time of change can't be set back, as that of the content can.
+    stamp = [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino]
     held = known.get(str(path.resolve()))
     if isinstance(held, list) and held[:-1] == stamp:
         return str(held[-1])
-    found = _hash(path)
+    try:
+        found = _hash(path)
+    except OSError as error:
+        raise _unreadable(path, error) from error
     cache.write(FINGERPRINTS, known | {str(path.resolve()): [*stamp, found]})
     return found
 
 
+def _unreadable(path: Path, error: OSError) -> LayerwiseOffloadError:
+    return LayerwiseOffloadError(
+        f"{path} could not be read: {error.strerror or error}. Make it readable, or download it anew."
+    )
+
+
 def _hash(path: Path) -> str:
     found = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while piece := file.read(PIECE_BYTES):
-                found.update(piece)
-    except FileNotFoundError:
-        return "gone"
+    with path.open("rb") as file:
+        while piece := file.read(PIECE_BYTES):
+            found.update(piece)
     return found.hexdigest()
 
 
+def _has(path: Path, digest: str) -> bool:
+    """Whether a file can be read, and its content has a hash."""
+    try:
+        return _hash(path) == digest
+    except OSError:
+        return False
+
+
 def _manifest(folder: Path) -> Any:
+    """What was written about an entry; None where it isn't there or isn't whole."""
     try:
         held = json.loads((folder / MANIFEST).read_text())
-        return held if held["version"] == VERSION else None
-    except (OSError, ValueError, KeyError, TypeError):
+        names = all(isinstance(held[key], str) for key in ("component", "dtype"))
+        kinds = [tuple(map(type, kept)) for kept in held["files"].values()]
+        whole = names and all(kind == (int, str, int) for kind in kinds)
+        return held if whole and held["version"] == VERSION else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def _is_whole(place: Path, files: Sequence[Path]) -> bool:
-    """Whether an entry is there and has its sizes and headers; [`verify`] reads all of it."""
+    """Whether an entry is there as it was written. What was touched since is read through; [`verify`] reads all."""
     held = _manifest(place)
     if held is None or set(held["files"]) != {path.name for path in files}:
         return False
     try:
-        for name, (size, _) in held["files"].items():
-            if (place / name).stat().st_size != size:
+        for name, (size, digest, written) in held["files"].items():
+            state = (place / name).stat()
+            if state.st_size != size:
                 return False
+            if state.st_mtime_ns != written:
+                if not _has(place / name, digest):
+                    return False
+                os.utime(place / name, ns=(state.st_atime_ns, written))
             read_layout(place / name)
     except (OSError, ValueError):
         return False
@@ -262,8 +290,8 @@ class _Layout:
         text += b" " * (-(len(text) + 8) % 256)
         return struct.pack("<Q", len(text)) + text
 
-    def write(self, path: Path) -> tuple[int, str]:
-        """Writes the file to the disk. Returns its size and hash."""
+    def write(self, path: Path) -> tuple[int, str, int]:
+        """Writes the file to the disk. Returns its size, hash and time."""
         found, count = hashlib.sha256(), 0
         with self.source.open("rb") as source, path.open("wb") as file:
             for piece in self._pieces(source):
@@ -272,16 +300,26 @@ class _Layout:
                 count += len(piece)
             file.flush()
             os.fsync(file.fileno())
-        return count, found.hexdigest()
+        return count, found.hexdigest(), path.stat().st_mtime_ns
 
     def _pieces(self, source: BinaryIO) -> Iterator[bytes]:
         yield self._head
-        with mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            for _, stored, dtype in self._tensors:
-                for start in range(stored.start, stored.stop, PIECE_BYTES):
-                    raw = data[start : min(start + PIECE_BYTES, stored.stop)]
-                    if dtype == stored.dtype:
-                        yield raw
-                        continue
-                    values = torch.frombuffer(bytearray(raw), dtype=stored.dtype).to(dtype)
-                    yield values.view(torch.uint8).numpy().tobytes()
+        for _, stored, dtype in self._tensors:
+            for start in range(stored.start, stored.stop, PIECE_BYTES):
+                raw = self._read(source, start, min(PIECE_BYTES, stored.stop - start))
+                if dtype == stored.dtype:
+                    yield raw
+                    continue
+                values = torch.frombuffer(bytearray(raw), dtype=stored.dtype).to(dtype)
+                yield values.view(torch.uint8).numpy().tobytes()
+
+    def _read(self, source: BinaryIO, start: int, count: int) -> bytes:
+        """Not through a map: where the disk fails, or the file is cut off meanwhile, that would end the process."""
+        try:
+            source.seek(start)
+            raw = source.read(count)
+        except OSError as error:
+            raise _unreadable(self.source, error) from error
+        if len(raw) < count:
+            raise _unreadable(self.source, OSError(errno.EIO, "it was cut off meanwhile"))
+        return raw

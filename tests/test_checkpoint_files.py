@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +16,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import models
-from diffusers_layerwise import LayerwiseOffloadError, apply_layerwise_offload, checkpoints, files, reader, tiers
+from diffusers_layerwise import (
+    LayerwiseOffloadError,
+    OffloadHandle,
+    apply_layerwise_offload,
+    checkpoints,
+    files,
+    reader,
+    tiers,
+)
 from diffusers_layerwise.discovery import discover
 from factory import CASES
 from factory import run as call
@@ -362,3 +371,145 @@ def test_a_pipeline_that_was_loaded_from_a_folder_streams_from_it(
     pipe.disable_layerwise_offload()
     assert torch.equal(call("flux", pipe), expected)
     assert handle.report().host_bytes <= report.host_peak
+
+
+# ---- where files and models are odd
+
+
+def results(model: UNet2DModel) -> torch.Tensor:
+    """One forward."""
+    with torch.no_grad():
+        found: torch.Tensor = model(torch.ones(1, 3, 8, 8), 1).sample.cpu()
+    return found
+
+
+def part_of(handle: OffloadHandle) -> dict[str, int]:
+    """Bytes of the only component by tier."""
+    return handle.report().components[0].host_bytes
+
+
+@pytest.mark.parametrize("how", ["as it was", "in shards"])
+def test_saving_to_the_folder_that_is_streamed_from_is_safe(how: str, tmp_path: Path) -> None:
+    unet().save_pretrained(tmp_path)
+    model = UNet2DModel.from_pretrained(tmp_path)
+    handle = models.stream(model, device="cpu", config={"host": "file"})
+    results(model)
+    with torch.no_grad():
+        model.mid_block.resnets[0].conv1.weight.mul_(2)
+    expected = results(model)
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.save_pretrained(tmp_path, **({"max_shard_size": "200KB"} if how == "in shards" else {}))
+    for _ in range(2):
+        assert torch.equal(results(model), expected)
+    if how == "in shards":
+        (tmp_path / "diffusion_pytorch_model.safetensors").unlink()
+    for name, p in UNet2DModel.from_pretrained(tmp_path).named_parameters():
+        assert torch.equal(p, values[name])
+    handle.remove()
+    # The files that it is a view of have no name any more, and the new ones have the same bytes.
+    handle = models.stream(model, device="cpu", config={"host": "file"})
+    for _ in range(2):
+        assert torch.equal(results(model), expected)
+    assert part_of(handle)["file"] > 0.9 * sum(part_of(handle).values())
+    handle.remove()
+    shutil.rmtree(tmp_path)
+    with pytest.raises(LayerwiseOffloadError, match="none of its weights is in a checkpoint file"):
+        models.stream(model, device="cpu", config={"host": "file"})
+    for name, p in model.named_parameters():
+        assert torch.equal(p, values[name])
+
+
+@pytest.mark.parametrize("kind", ["copied", "pickle", "pickle, copied"])
+def test_what_a_loader_copied_is_found_by_its_bytes_or_refused(kind: str, tmp_path: Path) -> None:
+    unet().save_pretrained(tmp_path, safe_serialization=kind == "copied")
+    options = {"low_cpu_mem_usage": False} if kind == "copied" else {"use_safetensors": False}
+    model = UNet2DModel.from_pretrained(tmp_path, disable_mmap="copied" in kind, **options)
+    expected = results(model)
+    if kind == "pickle, copied":
+        with pytest.raises(LayerwiseOffloadError, match=r"none of its weights .* from safetensors files"):
+            models.stream(model, device="cpu", config={"host": "file"})
+        return
+    handle = models.stream(model, device="cpu", config={"host": "file"})
+    for _ in range(2):
+        assert torch.equal(results(model), expected)
+    assert part_of(handle)["file"] > 0.9 * sum(part_of(handle).values())
+
+
+class Odd(nn.Module):
+    """Parameters of types and shapes that weights seldom have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.none = nn.Parameter(torch.zeros(0, WIDTH))
+        self.one = nn.Parameter(torch.tensor(2.5))
+        self.flags = nn.Parameter(torch.arange(5001) % 3 == 0, requires_grad=False)
+        self.index = nn.Parameter(torch.arange(3001) % WIDTH, requires_grad=False)
+        self.small = nn.Parameter(torch.linspace(-1, 1, 999).to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        """Uses all of them."""
+        found = self.lin(given) * self.one + self.small.float().sum() + self.none.sum()
+        return found + given[:, self.index].sum(1, keepdim=True) * self.flags.sum()
+
+
+@pytest.mark.parametrize("tier", ["mapped", "file"])
+def test_types_and_shapes_of_any_kind_stream(device: str, tier: str, tmp_path: Path) -> None:
+    module = models.make(Odd)
+    stored(module, tmp_path)
+    expected = run(module, x())
+    handle = models.stream(module, device=device, config={"host": tier})
+    for _ in range(3):
+        assert torch.equal(run(module, x()), expected)
+    handle.remove()
+    assert torch.equal(run(module, x()), expected)
+
+
+@pytest.mark.parametrize("shift", [1, 2, 4])
+def test_bytes_anywhere_in_a_file_are_read_or_stay_in_memory(device: str, shift: int, tmp_path: Path) -> None:
+    """Old writers didn't align their data: what can't be a view of its place is held, and a note says so."""
+    module = models.make(models.Chain, 6, WIDTH)
+    expected = run(module, x())
+    save_file(models.copies(module), tmp_path / "model.safetensors")
+    data = (tmp_path / "model.safetensors").read_bytes()
+    count = int.from_bytes(data[:8], "little")
+    head = data[8 : 8 + count] + b" " * (shift + -(8 + count) % 8)
+    (tmp_path / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + data[8 + count :])
+    options = {"host": "file", "checkpoint": tmp_path}
+    if shift % 4:
+        with pytest.raises(LayerwiseOffloadError, match="none of its weights is in a checkpoint file"):
+            models.stream(module, device=device, config=options)
+        handle = models.stream(module, device=device)
+    else:
+        handle = models.stream(module, device=device, config=options)
+        assert part_of(handle)["file"] > 0
+    for _ in range(3):
+        assert torch.equal(run(module, x()), expected) or (device == "cpu" and not shift % 4)
+    handle.remove()
+
+
+def test_a_file_in_memory_streams_too(device: str) -> None:
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK):
+        pytest.skip("there is no file system in memory")
+    with tempfile.TemporaryDirectory(dir=shared) as folder:
+        module = chain(Path(folder))
+        expected = run(module, x())
+        handle = models.stream(module, device=device, config={"host": "file"})
+        for _ in range(3):
+            assert torch.equal(run(module, x()), expected)
+        assert handle.report().disk_bytes > 0
+        handle.remove()
+
+
+def test_there_and_back_in_another_type_is_seen(device: str, tmp_path: Path) -> None:
+    module, plain = chain(tmp_path / "a"), chain(tmp_path / "b")
+    handle = models.stream(module, device=device, config={"host": "file"})
+    for dtype in (torch.bfloat16, torch.float16):
+        run(module, x())
+        for each in (module, plain):
+            each.to(dtype).to(torch.float32)
+        for (name, value), other in zip(plain.named_parameters(), module.parameters(), strict=True):
+            assert torch.equal(value, other), name
+        assert torch.equal(run(module, x()), run(plain, x()))
+    handle.remove()

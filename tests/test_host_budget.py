@@ -75,6 +75,17 @@ def test_groups_of_version_1_and_of_a_container(tmp_path: Path) -> None:
     assert available_memory(system(tmp_path / "none", cgroup="0::/\n")) == 16 * GIB
 
 
+def test_a_group_that_slows_down_before_its_limit_counts_from_there(tmp_path: Path) -> None:
+    root = system(
+        tmp_path,
+        cgroup="0::/a\n",
+        a__memory_dot_max="max\n",
+        a__memory_dot_high=str(6 * GIB),
+        a__memory_dot_current=str(GIB),
+    )
+    assert available_memory(root) == 5 * GIB
+
+
 def test_processes_of_one_host_share_it() -> None:
     assert local_processes({}) == 1
     assert local_processes({"LOCAL_WORLD_SIZE": "4"}) == 4

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
+import struct
+import types
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,10 @@ from diffusers import DiffusionPipeline
 
 import diffusers_layerwise
 import factory
-from diffusers_layerwise import LayerwiseOffloadError, weight_cache
+from diffusers_layerwise import LayerwiseOffloadError, loading, weight_cache
 from diffusers_layerwise.cli import main
-from diffusers_layerwise.files import file_mappings
+from diffusers_layerwise.files import file_mappings, read_layout
+from diffusers_layerwise.headers import has_unknown, read_header
 from factory import CASES
 
 BF16 = torch.bfloat16
@@ -184,3 +188,167 @@ def test_the_command_lists_verifies_and_clears(folder: Path, capsys: pytest.Capt
     assert "removed" in capsys.readouterr().out
     assert weight_cache.entries() == []
     load(folder)
+
+
+# ---- what the cache holds is what the files say
+
+
+@pytest.mark.parametrize("where", ["the checkpoint", "the cache"])
+def test_bytes_that_change_behind_a_time_that_does_not_are_seen(where: str, folder: Path) -> None:
+    load(folder)
+    if where == "the checkpoint":
+        path = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    else:
+        (entry,) = (entry for entry in weight_cache.entries() if entry.component == "transformer")
+        (path,) = entry.folder.glob("*.safetensors")
+    state = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-2, os.SEEK_END)
+        file.write(b"\x12\x3f")
+    if where == "the checkpoint":
+        os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+    found = weights(load(folder))
+    for name, value in weights(DiffusionPipeline.from_pretrained(folder, torch_dtype=BF16)).items():
+        assert torch.equal(found[name], value), name
+
+
+def test_a_copied_cache_is_read_through_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load(folder)
+    for path in weight_cache.root().glob("*/*.safetensors"):
+        os.utime(path)
+    made = {entry.folder: entry.folder.stat().st_ino for entry in weight_cache.entries()}
+    load(folder)
+    assert {entry.folder: entry.folder.stat().st_ino for entry in weight_cache.entries()} == made
+    monkeypatch.setattr(weight_cache, "_hash", None)
+    load(folder)
+
+
+def test_saving_to_where_weights_come_from_changes_only_that(folder: Path) -> None:
+    expected = {name: value.clone() for name, value in weights(load(folder)).items()}
+    pipe = load(folder)
+    place = Path(pipe.transformer.config._name_or_path)
+    with torch.no_grad():
+        for parameter in pipe.transformer.parameters():
+            parameter.zero_()
+    pipe.transformer.save_pretrained(place if place.name == "transformer" else place / "transformer")
+    for name, value in weights(load(folder)).items():
+        assert torch.equal(value, expected[name]), name
+    assert weight_cache.verify() == []
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 2}', '{"version": 2, "files": {"a": 1}}'])
+def test_an_entry_whose_description_is_broken_is_no_entry(
+    text: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load(folder)
+    (weight_cache.entries()[0].folder / weight_cache.MANIFEST).write_text(text)
+    assert len(weight_cache.entries()) == 3
+    assert main(["cache"]) == 0
+    assert main(["cache", "verify"]) == 0
+    load(folder)
+    assert len(weight_cache.entries()) == 4
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("fault", ["an error", "an early end"])
+def test_a_checkpoint_that_cannot_be_read_is_an_error_with_its_name(
+    fault: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(self: Any, source: Any) -> Any:
+        if fault == "an early end":
+            os.truncate(self.source, self.source.stat().st_size - 100)
+        else:
+            source = Failing()
+        yield from pieces(self, source)
+
+    pieces = weight_cache._Layout._pieces
+    monkeypatch.setattr(weight_cache._Layout, "_pieces", failing)
+    with pytest.raises(LayerwiseOffloadError, match=r"could not be read: (Input/output error|it was cut)"):
+        load(folder)
+    assert list(weight_cache.root().glob("*")) == []
+
+
+class Failing:
+    """A file on a disk that fails."""
+
+    def seek(self, _: int) -> None:
+        """Does nothing."""
+
+    def read(self, _: int) -> bytes:
+        """Fails."""
+        raise OSError(errno.EIO, "Input/output error")
+
+
+# ---- what is no matter of a dtype
+
+
+def test_quantised_components_are_left_to_their_loader(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales in files are no weights, and what is quantised on loading isn't rounded before."""
+    made: list[str] = []
+
+    def converted(component: str, files: Any, *_: Any) -> dict[str, Path]:
+        made.append(component)
+        return {path.name: path for path in files}
+
+    monkeypatch.setattr(weight_cache, "converted", converted)
+    config = folder / "transformer" / "config.json"
+    whole = config.read_text()
+    config.write_text(json.dumps(json.loads(whole) | {"quantization_config": {"quant_method": "bitsandbytes"}}))
+    loading._converted(folder, BF16, {}, 1 << 40)
+    assert sorted(made) == ["text_encoder", "text_encoder_2", "vae"]
+    config.write_text(whole)
+    for named, left in (
+        ({"quant_mapping": {"transformer": None}}, ["text_encoder", "text_encoder_2", "vae"]),
+        ({"quant_mapping": None, "components_to_quantize": ["vae", "text_encoder"]}, ["text_encoder_2", "transformer"]),
+        ({"quant_mapping": None, "components_to_quantize": None}, []),
+    ):
+        made.clear()
+        loading._converted(folder, BF16, {"quantization_config": types.SimpleNamespace(**named)}, 1 << 40)
+        assert sorted(made) == left
+
+
+@pytest.mark.parametrize("kind", ["torchao", "quanto"])  # diffusers asks for a GPU for bitsandbytes
+def test_a_pipeline_that_is_quantised_on_loading_has_the_values_of_its_loader_and_streams(
+    kind: str, folder: Path
+) -> None:
+    pytest.importorskip({"quanto": "optimum.quanto"}.get(kind, kind))
+    plain = DiffusionPipeline.from_pretrained(folder, torch_dtype=BF16, quantization_config=quantisation(kind))
+    expected = factory.run("flux", plain)
+    pipe = load(folder, quantization_config=quantisation(kind))
+    assert sorted(entry.component for entry in weight_cache.entries()) == ["text_encoder", "text_encoder_2", "vae"]
+    assert torch.equal(factory.run("flux", pipe), expected)
+    pipe.enable_layerwise_offload(None, "memory", onload_device="cpu")
+    for _ in range(2):
+        assert torch.equal(factory.run("flux", pipe), expected)
+    pipe.disable_layerwise_offload()
+    with pytest.raises(LayerwiseOffloadError, match=r"config.host='file' for 'transformer'"):
+        pipe.enable_layerwise_offload(["transformer"], "memory", onload_device="cpu", config={"host": "file"})
+    assert torch.equal(factory.run("flux", pipe), expected)
+
+
+def quantisation(kind: str) -> Any:
+    """A config that quantises the transformer."""
+    import diffusers
+
+    if kind == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        config: Any = diffusers.TorchAoConfig(Int8WeightOnlyConfig())
+    else:
+        config = diffusers.QuantoConfig(weights_dtype="int8")
+    return diffusers.PipelineQuantizationConfig(quant_mapping={"transformer": config})
+
+
+def test_types_without_a_name_are_left_to_the_loader(folder: Path) -> None:
+    path = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    data = path.read_bytes()
+    count = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + count])
+    end = len(data) - 8 - count
+    header["odd"] = {"dtype": "F4", "shape": [2], "data_offsets": [end, end + 1]}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + count :] + b"\0")
+    assert has_unknown(path)
+    assert "odd" not in read_layout(path)
+    assert "odd" not in read_header(path)
+    assert set(loading._converted(folder, BF16, {}, 1 << 40)) == {"text_encoder", "text_encoder_2", "transformer"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import gc
@@ -20,7 +21,7 @@ import pytest
 import torch
 
 import models
-from diffusers_layerwise import LayerwiseOffloadError, OffloadHandle, files, pieces, reader
+from diffusers_layerwise import LayerwiseOffloadError, OffloadHandle, files, pieces, reader, staging
 from models import numbers, run
 from test_checkpoint_files import chain, device, linux_only, stored, x
 
@@ -385,6 +386,177 @@ def test_a_thread_that_died_is_an_error_and_another_one_starts(
         twice(module)
     monkeypatch.undo()
     assert torch.equal(run(module, x()), expected)
+
+
+class Death:
+    """Ends the thread that calls it, once it is armed: at the given call, before or after what it stands for."""
+
+    def __init__(self, real: Any, at: int, moment: str) -> None:
+        self.real, self.left, self.moment = real, at, moment
+        self.came = False
+
+    def __call__(self, *given: Any) -> Any:
+        """The call."""
+        self.left -= 1
+        self.came |= self.left == 0
+        if self.left == 0 and self.moment == "before":
+            raise SystemExit
+        found = self.real(*given)
+        if self.left == 0:
+            raise SystemExit
+        return found
+
+
+def until_dead(module: torch.nn.Module, expected: torch.Tensor, death: Death) -> None:
+    """Right passes until the thread has died with something that is used: that is an error which says so."""
+
+    def passes() -> None:
+        for _ in range(20):
+            assert torch.equal(run(module, x()), expected)
+            if death.came:  # with a load that had been given up
+                death.left, death.came = 1, False
+
+    with pytest.raises(LayerwiseOffloadError, match=r"could not be read: the thread that .* has ended"):
+        passes()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("at", [1, 2, 3, 6, 11])
+def test_a_thread_that_dies_while_it_copies_is_an_error_and_another_one_goes_on(
+    at: int, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = chain(tmp_path)
+    expected = run(module, x())
+    handle = models.stream(module, device="cpu", mode="manual", config={"host": "file", "prefetch": 3})
+    assert torch.equal(run(module, x()), expected)
+    monkeypatch.setattr(reader, "PATIENCE", 0.05)
+    monkeypatch.setattr(staging, "PATIENCE", 0.05)
+    courier = reader._couriers[os.getpid()]
+    for _ in range(2):
+        death = Death(courier._hand_over, at, moment)
+        courier._porter._work = death
+        if moment == "before":
+            until_dead(module, expected, death)
+        else:
+            # What it had done is either seen as done, or an error; it is never half there.
+            with contextlib.suppress(LayerwiseOffloadError):
+                for _ in range(20):
+                    assert torch.equal(run(module, x()), expected)
+            assert death.came
+        courier._porter._work = courier._hand_over
+        for _ in range(3):
+            assert torch.equal(run(module, x()), expected)
+    assert len(porters()) == len(couriers()) == 1
+    handle.remove()
+    assert couriers() == porters() == []
+
+
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_a_thread_that_dies_while_it_reads_is_an_error_and_another_one_goes_on(
+    device: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = chain(tmp_path)
+    expected = run(module, x())
+    handle = models.stream(module, device=device, mode="manual", config={"host": "file", "prefetch": 3})
+    assert torch.equal(run(module, x()), expected)
+    monkeypatch.setattr(reader, "PATIENCE", 0.05)
+    courier = reader._couriers[os.getpid()]
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            death = Death(courier._pass_on, at, "before")
+            patch.setattr(courier, "_pass_on", death)
+
+            def fail(ticket: reader.Ticket, error: BaseException, real: Any = reader.Ticket.fail) -> None:
+                if threading.current_thread().name == NAME:
+                    raise error  # the last of its guards
+                real(ticket, error)
+
+            def pass_on(*given: Any, death: Death = death) -> None:
+                death.left = min(death.left, 1)  # from there on, every call
+                death(*given)
+
+            death.real = courier._pass_on
+            patch.setattr(reader.Ticket, "fail", fail)
+            until_dead(module, expected, death)
+        for _ in range(3):
+            assert torch.equal(run(module, x()), expected)
+    handle.remove()
+    assert couriers() == porters() == []
+
+
+@pytest.mark.parametrize("which", [NAME, "layerwise-porter"])
+def test_a_system_without_threads_is_an_error_and_the_next_call_is_right(
+    device: str, which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "sim" and which != NAME:
+        pytest.skip("there is no porter")
+    module = chain(tmp_path)
+    expected = run(module, x())
+    handle = streamed(module, device)
+    start = threading.Thread.start
+
+    def refusing(thread: threading.Thread) -> None:
+        if thread.name == which:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refusing)
+            for _ in range(2):
+                with pytest.raises(LayerwiseOffloadError, match="could not be read: can't start new thread"):
+                    run(module, x())
+        for _ in range(2):
+            assert torch.equal(run(module, x()), expected)
+        handle.release()
+        reader._couriers[os.getpid()].end()  # as at the start
+    handle.remove()
+    assert couriers() == porters() == []
+
+
+@pytest.mark.parametrize("last", [NAME, "layerwise-porter"])
+def test_a_reading_thread_may_be_the_one_that_finds_the_last_module_gone(
+    device: str, last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collection of garbage comes in whatever thread: then that one ends itself and the other one."""
+    if device == "sim" and last != NAME:
+        pytest.skip("there is no porter")
+    trouble: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", trouble.append)
+    monkeypatch.setattr(threading, "excepthook", trouble.append)
+    module = chain(tmp_path)
+    expected = run(module, x())
+    handle = streamed(module, device)
+    run(module, x())
+    handle.release()
+    courier = reader._couriers[os.getpid()]
+    real = courier._read if last == NAME else courier._hand_over
+    users = list(courier.users)
+
+    def leaving(*given: Any) -> None:
+        real(*given)
+        for user in users:
+            reader._leave(user, os.getpid())
+
+    if last == NAME:
+        monkeypatch.setattr(courier, "_read", leaving)
+    else:
+        courier._porter._work = leaving
+    with contextlib.suppress(LayerwiseOffloadError):  # its thread has to end
+        twice(module)
+    for _ in range(300):
+        if courier._thread is None or not (courier._thread.is_alive() or courier._porter.is_alive()):
+            break
+        time.sleep(0.01)
+    assert courier.staging_bytes == 0
+    assert not courier._porter.is_alive()
+    assert not courier._thread.is_alive()
+    for _ in range(2):
+        assert torch.equal(run(module, x()), expected)
+    assert reader._couriers[os.getpid()] is not courier
+    assert trouble == []
+    handle.remove()
+    assert couriers() == porters() == []
 
 
 class Stillborn:
