@@ -415,7 +415,8 @@ def test_saving_to_the_folder_that_is_streamed_from_is_safe(how: str, tmp_path: 
     shutil.rmtree(tmp_path)
     with pytest.raises(LayerwiseOffloadError, match="none of its weights is in a checkpoint file"):
         models.stream(model, device="cpu", config={"host": "file"})
-    assert torch.equal(results(model), expected)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, values[name])
 
 
 @pytest.mark.parametrize("kind", ["copied", "pickle", "pickle, copied"])
