@@ -24,7 +24,7 @@ from .errors import LayerwiseOffloadError
 from .files import Pagemap, SourceTable
 from .host import HostStore
 from .pieces import Piece, Route, read_into
-from .staging import PORTER_ENDED, Buffer, Porter, Staging
+from .staging import PORTER_ENDED, Buffer, Latch, Porter, Staging
 from .transfer import Lease, Transfer, plain_tensors
 
 #: Seconds after which a caller that waits looks whether the courier is still alive.
@@ -53,7 +53,7 @@ class Ticket:
         self.is_cancelled = False
         self.is_started = False
         self.error: BaseException | None = None
-        self.done = threading.Event()
+        self.done = Latch()
 
     def wait(self) -> None:
         """Waits until the last copy is queued (on a CPU: done).
@@ -116,7 +116,8 @@ class Courier:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.lock = threading.Lock()
-        self._condition = threading.Condition()
+        self._gate = threading.RLock()  # what callers take: see `Latch`
+        self._condition = threading.Condition(self._gate)
         self._queue: collections.deque[Ticket] = collections.deque()
         self._is_ending = False
         self._staging = Staging()
@@ -135,7 +136,7 @@ class Courier:
         ticket.courier = self
         lost = None
         try:
-            with self._condition:
+            with self._gate:
                 self._queue.append(ticket)
                 if self._thread is None or not self._thread.is_alive():
                     lost, self._reading = self._reading, None
@@ -150,19 +151,19 @@ class Courier:
 
     def hurry(self, ticket: Ticket) -> None:
         """Puts a load that is needed now before all that is only expected."""
-        with self._condition:
+        with self._gate:
             if ticket in self._queue:
                 self._queue.remove(ticket)
                 self._queue.appendleft(ticket)
 
     def forget(self, ticket: Ticket) -> None:
         """Takes a load that hasn't begun out of the queue."""
-        with self._condition, contextlib.suppress(ValueError):
+        with self._gate, contextlib.suppress(ValueError):
             self._queue.remove(ticket)
 
     def end(self) -> None:
         """Ends the threads, which free the buffers. Doesn't wait where it is called by one of them."""
-        with self._condition:
+        with self._gate:
             self._is_ending = True
             self._condition.notify_all()
         thread = self._thread

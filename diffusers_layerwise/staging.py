@@ -33,6 +33,36 @@ def most_bytes(is_async: bool) -> int:
     return (BUFFERS if is_async else CPU_BUFFERS) * BUFFER_BYTES
 
 
+class Latch:
+    """An event that is set once, and that an interrupt can't break.
+
+    `threading.Event` takes a lock in Python code: an interrupt there leaves it locked for good, and whoever sets the
+    event waits for ever. So does `with` on a `threading.Condition`; on its lock it doesn't.
+    """
+
+    def __init__(self) -> None:
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        """Whether it is."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Sets it. Idempotent."""
+        self._is_set = True
+        with contextlib.suppress(RuntimeError):  # open already
+            self._gate.release()
+
+    def wait(self, timeout: float) -> bool:
+        """Waits until it is set, at most some seconds; tells whether it is."""
+        if not self._is_set and self._gate.acquire(timeout=timeout):
+            with contextlib.suppress(RuntimeError):
+                self._gate.release()  # for others; interrupted before this, they look after their time
+        return self._is_set
+
+
 class Buffer:
     """Page-aligned host memory that one piece is read into.
 

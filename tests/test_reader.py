@@ -7,6 +7,7 @@ import errno
 import fcntl
 import gc
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -555,6 +556,37 @@ def test_a_reading_thread_may_be_the_one_that_finds_the_last_module_gone(
         assert torch.equal(run(module, x()), expected)
     assert reader._couriers[os.getpid()] is not courier
     assert trouble == []
+    handle.remove()
+    assert couriers() == porters() == []
+
+
+def test_interrupts_at_any_moment_leave_a_state_in_which_the_next_call_is_right(tmp_path: Path) -> None:
+    """A timer's, hundreds of them: also in the middle of taking a lock, and while threads are waited for."""
+    module = chain(tmp_path)
+    expected = run(module, x())
+    handle = models.stream(module, device="cpu", mode="manual", config={"host": "file", "prefetch": 3})
+    run(module, x())
+    begin = time.perf_counter()
+    run(module, x())
+    took, came = time.perf_counter() - begin, 0
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for step in range(200):
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, 1e-5 + took * (step % 67) / 60)
+                came += 1
+                run(module, x())
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                came -= 1
+            assert torch.equal(run(module, x()), expected), step
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert came > 50
     handle.remove()
     assert couriers() == porters() == []
 
