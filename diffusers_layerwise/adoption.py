@@ -13,9 +13,9 @@ from .moves import guard_moves, release_moves
 from .parts import settle
 from .runtime import Runtime
 from .schedule import Schedule
-from .tensors import plain_data
+from .tensors import plain_data, plain_tensors
 from .tiers import held
-from .transfer import Transfer, plain_tensors
+from .transfer import Transfer
 
 logger = logging.get_logger(__name__)
 #: The device that each tensor came from, by its id; none for those that were on the host. `ALL` stands for the whole

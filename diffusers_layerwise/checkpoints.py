@@ -16,8 +16,7 @@ from torch import nn
 from .discovery import Component
 from .errors import LayerwiseOffloadError
 from .files import FileMapping, Source, SourceTable, Stored, View, file_mappings, read_layout
-from .tensors import Extent, raw_bytes
-from .transfer import plain_tensors
+from .tensors import Extent, plain_tensors, raw_bytes
 
 #: Bytes compared at a time.
 COMPARE_BYTES = 8 << 20

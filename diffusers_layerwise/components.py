@@ -18,8 +18,7 @@ from .hooks import outer_component
 from .parts import made_for_its_device, settle
 from .plan import Choice
 from .residence import Residence
-from .tensors import plain_data
-from .transfer import plain_tensors
+from .tensors import plain_data, plain_tensors
 
 Selected = dict[str, tuple[Choice, LayerwiseOffloadConfig, bool]]
 
