@@ -77,7 +77,9 @@ class OffloadHandle:
             return make_timeline(self._runtime, component, number)
 
     def record_timeline(self) -> None:
-        """Records the next passes of every component anew: other sizes, another guidance. Idempotent.
+        """Records the next passes of every component anew: for other sizes, and with the memory that all tensors take.
+
+        Idempotent. That memory is looked up at most 32 times in a pass, where the device's allocator tells it.
 
         Example:
             >>> handle.record_timeline()

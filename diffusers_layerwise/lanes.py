@@ -26,7 +26,7 @@ class MemorySample:
     """Device memory from `at` (seconds) on, in bytes.
 
     `weights` that are there or arriving; `held` for weights, empty ring slots included; `allocated` to all tensors,
-    None where the device doesn't say.
+    None where that isn't known.
     """
 
     at: float

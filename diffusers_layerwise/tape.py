@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-#: Times in a pass that the device's allocator is asked: each look costs the host some 50 us.
+#: Times in a pass that the device's allocator is asked.
 MOST_LOOKS = 32
 
 
@@ -49,7 +49,7 @@ class Tape:
         number (`int`): Which pass of the component it is, from 1.
         mark (`Callable`): Makes a mark on the caller's stream.
         held (`Callable`): Bytes of weights on the device.
-        allocated (`Callable`): Bytes of all tensors there; None where the device doesn't say.
+        allocated (`Callable`): Bytes of all tensors there; None where that isn't looked up.
         ring_bytes (`int`): Those of the ring, whether its slots are in use or not.
         uses (`int`): How many uses of groups are expected.
         earlier (`Sequence[Copying]`): Copies that were queued before, which may still be under way.

@@ -34,9 +34,11 @@ class Tapes:
     def __init__(self, transfer: Transfer) -> None:
         self._transfer = transfer
         self._states: dict[Schedule, _State] = {}
+        self._looks = False
 
     def start(self, schedule: Schedule) -> None:
         """A pass is about to begin."""
+        self._collect(schedule)
         transfer = self._transfer
         before, transfer.tape = transfer.tape, None
         state = self._states.get(schedule)
@@ -54,7 +56,7 @@ class Tapes:
             schedule.counters.passes + 1,
             transfer.time_mark,
             lambda: transfer.held_bytes,
-            lambda: next(iter(platform.memory_counters(transfer.device) or ()), None),
+            self._allocated,
             0 if ring is None or ring.slab is None else ring.nbytes,
             len(schedule.order.uses),
             () if before is None else before.copies,
@@ -69,8 +71,19 @@ class Tapes:
         tape.is_steady = state.is_done = is_plain and state.passes >= WARM and bool(schedule.order.used)
         state.first, state.last = state.first or tape, tape
 
+    def _allocated(self) -> int | None:
+        """Bytes of all tensors, where somebody wants to see them: each look costs the host some 50 us."""
+        found = platform.memory_counters(self._transfer.device) if self._looks else None
+        return None if found is None else found[0]
+
+    def _collect(self, schedule: Schedule) -> None:
+        """Takes in a pass that ended with its call, as a VAE's `decode` does."""
+        if schedule.tape is not None and not schedule.is_open:
+            self.end(schedule, schedule.timer is None)
+
     def arm(self) -> None:
-        """Records the next passes of every component, as after a new plan."""
+        """Records the next passes of every component, as after a new plan; now also what all tensors take."""
+        self._looks = True
         for state in self._states.values():
             state.passes, state.is_done = 0, False
 
@@ -80,6 +93,7 @@ class Tapes:
 
     def of(self, schedule: Schedule) -> list[Tape]:
         """What was recorded of a component, the last pass last."""
+        self._collect(schedule)
         state = self._states.get(schedule)
         found = [] if state is None else [tape for tape in (state.first, state.last) if tape is not None]
         return list(dict.fromkeys(found))

@@ -233,7 +233,9 @@ def _read(runtime: Runtime, schedule: Schedule, tape: Tape) -> Timeline:
         tape.number,
         tape.is_steady,
         end,
-        tuple(Span(use.name, use.start, use.stop, use.nbytes) for use in uses),
+        # All of it on the device: nothing is done for its groups, and nothing is known of them.
+        tuple(Span(use.name, use.start, use.stop, use.nbytes) for use in uses)
+        or (Span(schedule.name, 0.0, end, schedule.component.weights),),
         tuple(load.span for load in loads if load.span.stop > 0),
         tuple(Span(use.name, use.before, use.start, use.nbytes) for use in uses if use.start > use.before),
         memory,
