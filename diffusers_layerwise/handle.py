@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from . import progress
 from .locks import all_locked
 from .members import Members, governors
 from .plan import OffloadPlan
@@ -180,6 +181,7 @@ def calling(pipe: Any) -> Iterator[None]:
     if handle is not None:
         members.add(handle._members)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(progress.using(pipe, is_call=True))
         stack.enter_context(all_locked(each.runtime for each in members))
         for each in sorted(members, key=lambda each: each.runtime.turn):
             stack.enter_context(each.runtime.call())

@@ -13,13 +13,13 @@ import shutil
 import struct
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from . import cache
+from . import cache, progress
 from .config import format_bytes
 from .errors import LayerwiseOffloadError
 from .files import Stored, read_layout
@@ -142,9 +142,10 @@ def fingerprint(path: Path) -> str:
 def _hash(path: Path) -> str:
     found = hashlib.sha256()
     try:
-        with path.open("rb") as file:
+        with path.open("rb") as file, progress.bar(f"reading {path.name}", path.stat().st_size) as advance:
             while piece := file.read(PIECE_BYTES):
                 found.update(piece)
+                advance(len(piece))
     except FileNotFoundError:
         return "gone"
     return found.hexdigest()
@@ -184,7 +185,8 @@ def _make(
         shutil.rmtree(place, ignore_errors=True)  # a broken one
         work = Path(tempfile.mkdtemp(dir=root(), prefix="new-"))
         try:
-            held = {layout.source.name: layout.write(work / layout.source.name) for layout in layouts}
+            with progress.bar(f"{component}: converting to {str(dtype).removeprefix('torch.')}", needed) as advance:
+                held = {layout.source.name: layout.write(work / layout.source.name, advance) for layout in layouts}
             manifest = {"version": VERSION, "component": component, "files": held}
             manifest["dtype"] = str(dtype).removeprefix("torch.")
             (work / MANIFEST).write_text(json.dumps(manifest))
@@ -262,7 +264,7 @@ class _Layout:
         text += b" " * (-(len(text) + 8) % 256)
         return struct.pack("<Q", len(text)) + text
 
-    def write(self, path: Path) -> tuple[int, str]:
+    def write(self, path: Path, advance: Callable[[int], object]) -> tuple[int, str]:
         """Writes the file to the disk. Returns its size and hash."""
         found, count = hashlib.sha256(), 0
         with self.source.open("rb") as source, path.open("wb") as file:
@@ -270,6 +272,7 @@ class _Layout:
                 file.write(piece)
                 found.update(piece)
                 count += len(piece)
+                advance(len(piece))
             file.flush()
             os.fsync(file.fileno())
         return count, found.hexdigest()
