@@ -208,7 +208,7 @@ MUTANTS = [
     Mutant(
         "a pass cut short by an exception is learned as an order",
         "schedule.py",
-        "        self.record = []\n        self.timer = None\n        self.end_pass()\n",
+        "        self.record = []\n        self.timer = self.tape = None\n        self.end_pass()\n",
         "        self.end_pass()\n",
     ),
     Mutant(
