@@ -173,7 +173,10 @@ def test_asking_waits_for_the_pass(sim: ModuleType) -> None:
     handle = stream(module)
     with torch.no_grad():
         module(x)
+        module(x)
+    before = sim.counters()["host_syncs"]
     assert handle.timeline().seconds > 0
+    assert sim.counters()["host_syncs"] > before, "a device's marks can't be read before they are past"
     assert not handle.timeline().is_steady
 
 

@@ -55,6 +55,12 @@ MUTANTS = [
         "            pass\n",
     ),
     Mutant(
+        "a recorded pass is read before it is over",
+        "transfer.py",
+        "            mark.synchronize()\n",
+        "            pass\n",
+    ),
+    Mutant(
         "the group's ready event is not awaited",
         "group.py",
         "        transfer.wait(lease.ready)\n",
