@@ -100,9 +100,10 @@ def bar(what: str, count: int) -> Iterator[Callable[[int], object]]:
         >>> with bar("packing", 2 << 30) as advance:
         ...     advance(1 << 30)
     """
-    setting = _setting.get()
-    options = options_for(what, count, setting, _can_nest(setting.options.get("file") or sys.stderr))
-    if options is None or not _is_on():
+    setting, options = _setting.get(), None
+    if delay_of(count) is not None and _is_on():
+        options = options_for(what, count, setting, _can_nest(setting.options.get("file") or sys.stderr))
+    if options is None:
         yield lambda _: None
         return
     with logging.tqdm(**options) as shown:
