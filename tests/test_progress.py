@@ -7,6 +7,7 @@ import contextlib
 import io
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils import logging as diffusers_logging
+from huggingface_hub.utils import are_progress_bars_disabled
 
 import diffusers_layerwise
 import factory
@@ -173,7 +175,9 @@ def _hub_off() -> Iterator[None]:
 def _environment_off() -> Iterator[None]:
     """The hub reads `HF_HUB_DISABLE_PROGRESS_BARS` when it is imported."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("huggingface_hub.utils.tqdm.HF_HUB_DISABLE_PROGRESS_BARS", True)
+        # By its name: `huggingface_hub.utils.tqdm` is the class of that name as well.
+        module = sys.modules[are_progress_bars_disabled.__module__]
+        patch.setattr(module, "HF_HUB_DISABLE_PROGRESS_BARS", True)
         yield
 
 
