@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import torch
-from diffusers.utils import logging
 
-from . import dispatched, hooks, mapping, patches, reader
+from . import dispatched, hooks, mapping, patches, progress, reader
 from .components import Wanted, refuse_unmovable, renewed, to_host
 from .config import HostTier
 from .host import HostStore
+from .log import get_logger
 from .moves import guard_moves, release_moves
 from .parts import settle
 from .runtime import Runtime
 from .schedule import Schedule
-from .tensors import plain_data
+from .tensors import plain_data, plain_tensors
 from .tiers import held
-from .transfer import Transfer, plain_tensors
+from .transfer import Transfer
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 #: The device that each tensor came from, by its id; none for those that were on the host. `ALL` stands for the whole
 #: component, where all of it was on one device: what is put in later goes there too.
 Homes = dict[int, torch.device]
@@ -29,7 +29,9 @@ def make_schedule(item: Wanted, transfer: Transfer) -> Schedule:
     default = HostTier.PINNED if transfer.is_async else HostTier.PAGEABLE
     asked = item.config.host
     # What is read from files gets its tier once it was found there.
-    store = HostStore(transfer.device, asked if asked is not None and asked.takes_memory else default)
+    store = HostStore(
+        transfer.device, asked if asked is not None and asked.takes_memory else default, item.component.name
+    )
     return Schedule(item.component, store, transfer, item.choice, item.config, item.unselected)
 
 
@@ -97,13 +99,15 @@ def send_home(schedule: Schedule, homes: Homes, notes: list[str]) -> None:
 
 
 def _to_devices(schedule: Schedule, homes: Homes, notes: list[str]) -> None:
-    with plain_tensors():
-        for entry in schedule.component.entries():
-            device = homes.get(id(entry.tensor), homes.get(ALL))
+    due = [(entry, homes.get(id(entry.tensor), homes.get(ALL))) for entry in schedule.component.entries()]
+    total = sum(entry.host.nbytes for entry, device in due if device is not None)
+    with plain_tensors(), progress.bar(f"{schedule.name}: moving back", total) as advance:
+        for entry, device in due:
             if device is None:
                 continue
             try:
                 entry.tensor.data = plain_data(entry.tensor).to(device)
+                advance(entry.host.nbytes)
             except torch.OutOfMemoryError:
                 notes.append(f"{schedule.name} doesn't fit on {device} and stays on the CPU")
                 logger.warning(notes[-1])

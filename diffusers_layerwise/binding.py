@@ -13,8 +13,8 @@ from .errors import LayerwiseOffloadError
 from .host import HostStore
 from .parts import entries_of, pose, shells_of, twins
 from .pieces import make_route
-from .tensors import Entry, Extent, collect_extents, plain_data, view_like
-from .transfer import Copy, Lease, plain_tensors
+from .tensors import Entry, Extent, collect_extents, plain_data, plain_tensors, view_like
+from .transfer import Copy, Lease
 
 
 class Binding:

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from . import progress
 from .discovery import Component
 from .errors import LayerwiseOffloadError
 from .files import FileMapping, Source, SourceTable, Stored, View, file_mappings, read_layout
-from .tensors import Extent, raw_bytes
-from .transfer import plain_tensors
+from .tensors import Extent, plain_tensors, raw_bytes
 
 #: Bytes compared at a time.
 COMPARE_BYTES = 8 << 20
@@ -115,17 +115,20 @@ def take(component: Component, found: Search) -> tuple[SourceTable, int]:
     sources: dict[str, Source] = {}
     storages: dict[str, torch.UntypedStorage] = {}
     taken: set[int] = set()
-    for finding in found.findings:
-        if id(finding.extent) in taken:
-            continue
-        with contextlib.suppress(OSError, RuntimeError, LayerwiseOffloadError):
-            source = sources.get(finding.path) or sources.setdefault(finding.path, Source(finding.path))
-            if finding.mapping is not None:
-                done = _take_mapped(finding, finding.mapping, source, table)
-            else:
-                done = _take_equal(finding, source, table, storages)
-            if done:
-                taken.add(id(finding.extent))
+    compared = {id(f.extent): f.extent.nbytes for f in found.findings if f.mapping is None}
+    with progress.bar(f"{component.name}: comparing with its files", sum(compared.values())) as advance:
+        for finding in found.findings:
+            if id(finding.extent) in taken:
+                continue
+            with contextlib.suppress(OSError, RuntimeError, LayerwiseOffloadError):
+                source = sources.get(finding.path) or sources.setdefault(finding.path, Source(finding.path))
+                if finding.mapping is not None:
+                    done = _take_mapped(finding, finding.mapping, source, table)
+                else:
+                    done = _take_equal(finding, source, table, storages)
+                if done:
+                    taken.add(id(finding.extent))
+            advance(compared.pop(id(finding.extent), 0))
     extents = [extent for unit in component.units for extent in unit.extents]
     return table, sum(extent.nbytes for extent in extents if id(extent) not in taken)
 

@@ -7,10 +7,8 @@ from typing import Any
 
 from .plan import ComponentPlan, GroupPlan
 from .schedule import Schedule
+from .tapes import WARM
 from .transfer import Transfer
-
-#: The pass that is measured after a plan was adopted, at the earliest: the first one loads what is resident.
-WARM = 2
 
 
 @dataclasses.dataclass

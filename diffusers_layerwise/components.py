@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import mapping, platform
+from . import mapping, platform, progress
 from .casting import casts
 from .config import Adapters, LayerwiseOffloadConfig
 from .discovery import Component, discover
@@ -18,8 +18,7 @@ from .hooks import outer_component
 from .parts import made_for_its_device, settle
 from .plan import Choice
 from .residence import Residence
-from .tensors import plain_data
-from .transfer import plain_tensors
+from .tensors import plain_data, plain_tensors
 
 Selected = dict[str, tuple[Choice, LayerwiseOffloadConfig, bool]]
 
@@ -190,8 +189,11 @@ def refuse_unmovable(component: Component, device: torch.device) -> None:
 def to_host(component: Component) -> dict[int, torch.device]:
     """Moves weights that lie on a device to the CPU; says where each came from."""
     homes: dict[int, torch.device] = {}
-    with plain_tensors():
-        for entry in component.entries():
+    away = [entry for entry in component.entries() if entry.tensor.device.type != "cpu"]
+    total = sum(entry.tensor.nbytes for entry in away)
+    with plain_tensors(), progress.bar(f"{component.name}: moving to the host", total) as advance:
+        for entry in away:
+            advance(entry.tensor.nbytes)
             if entry.tensor.device.type != "cpu":
                 homes[id(entry.tensor)] = entry.tensor.device
                 entry.tensor.data = plain_data(entry.tensor).to("cpu")

@@ -19,8 +19,7 @@ from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module
 from torch import nn
 
 from .parts import STATES, find, settle, shells_of, twins
-from .tensors import plain_data
-from .transfer import plain_tensors
+from .tensors import plain_data, plain_tensors
 
 IsOwn = Callable[[object], bool]
 #: Orders a copy behind a running call, in another thread or on another stream.

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from .group import Group
+from .group import Group, GroupState
 from .transfer import Ring
 
 
@@ -46,3 +46,8 @@ def onload_now(group: Group, groups: Iterable[Group], ring: Ring | None) -> bool
             raise
     group.resident = False
     return group.start_onload(ring)
+
+
+def any_loaded(groups: Iterable[Group]) -> bool:
+    """Whether one of these is on the device or on its way."""
+    return any(group.state is not GroupState.HOST for group in groups)

@@ -21,8 +21,7 @@ from . import platform
 from .hooks import hooks_of
 from .inputs import move_inputs
 from .residence import Home, Residence, named_tensors
-from .tensors import why_not_movable
-from .transfer import plain_tensors
+from .tensors import plain_tensors, why_not_movable
 from .weights_maps import Source
 
 

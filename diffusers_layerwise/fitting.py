@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from diffusers.utils import logging
 
 from . import auto, platform
 from .activations import SLACK, Activations, Signature, bounds
 from .auto import Decision, Needs
 from .clock import PassClock
 from .config import Mode, Residency
+from .log import get_logger
 from .plan import ComponentSpec, OffloadPlan
 from .schedule import Schedule
 from .search import Request, steady_step
@@ -26,8 +26,7 @@ from .shortage import Planning, Shortage
 from .terms import Terms
 from .transfer import Transfer
 
-#: Below diffusers' own logger, so that its verbosity counts.
-logger = logging.get_logger(f"diffusers.{__name__}")
+logger = get_logger(__name__)
 #: Without a budget, this share of the free memory is left alone (other processes, fragmentation). When what is free has
 #: changed by more than that share, a new plan is due.
 MARGIN = 0.05
@@ -295,6 +294,8 @@ class Fitting:
 
     def begin_pass(self, schedule: Schedule) -> None:
         """A pass has begun, and its first loads are queued."""
+        if not (self.terms.has_calls or self.owner.plan.provisional):
+            self._log()  # a bare module, whose calls nobody sees
         self.clock.begin(schedule, self.owner.plan.component(schedule.name))
         if self._measures and self._is_in_call:
             self._open = _Open(schedule, self.owner.transfer.held_bytes)

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
+from . import progress
 from .locks import all_locked
 from .members import Members, governors
 from .plan import OffloadPlan
 from .report import Report, make_report
 from .runtime import Runtime
 from .slots import modules_of
+from .timeline import Timeline, make_timeline
 
 #: The attribute of a pipeline that holds its handle.
 HANDLE = "_layerwise_offload"
@@ -53,6 +55,40 @@ class OffloadHandle:
     def report(self) -> Report:
         """What was moved, what is resident, hits, misses, stalls; also after `remove()`."""
         return make_report(self._runtime, self._members.notes, self._members.host)
+
+    def timeline(self, component: str | None = None, number: int | None = None) -> Timeline:
+        """What took place in a pass: computing, copying, waiting and memory over time, as text, picture or trace.
+
+        Recorded are a component's first pass, and those under a new plan until it has settled, which is the last one
+        that costs anything. Waits until the pass is over.
+
+        Args:
+            component (`str`, *optional*): Whose pass; the denoiser's when None, of several the largest one's.
+            number (`int`, *optional*): Which pass, from 1; the last one that was recorded when None.
+
+        Raises:
+            ValueError: No such component, or that pass wasn't recorded (the message says which were).
+            LayerwiseOffloadError: The component hasn't run yet.
+
+        Example:
+            >>> image = pipe("a fox").images[0]
+            >>> pipe.layerwise_offload.timeline().save("step.html")
+        """
+        with self._runtime.lock:
+            return make_timeline(self._runtime, component, number)
+
+    def record_timeline(self) -> None:
+        """Records the next passes of every component anew: for other sizes, and with the memory that all tensors take.
+
+        Idempotent. That memory is looked up at most 32 times in a pass, where the device's allocator tells it.
+
+        Example:
+            >>> handle.record_timeline()
+            >>> image = pipe("a fox", height=1024).images[0]
+            >>> print(handle.timeline())
+        """
+        with self._runtime.lock:
+            self._runtime.tuner.tapes.arm()
 
     def refresh(self, name: str | None = None) -> None:
         """Takes over what was written to a component's weights through `.data`, which no counter shows.
@@ -145,6 +181,7 @@ def calling(pipe: Any) -> Iterator[None]:
     if handle is not None:
         members.add(handle._members)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(progress.using(pipe, is_call=True))
         stack.enter_context(all_locked(each.runtime for each in members))
         for each in sorted(members, key=lambda each: each.runtime.turn):
             stack.enter_context(each.runtime.call())

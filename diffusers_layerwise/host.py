@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from . import platform
+from . import platform, progress
 from .config import HostTier, format_bytes
 from .discovery import Unit
 from .files import SourceTable
@@ -36,9 +36,14 @@ class Chunk:
             self.buffer = torch.empty(count, dtype=torch.uint8)
         self.device = device
 
+    @property
+    def can_lock(self) -> bool:
+        """Whether there is anything for [`lock`] to do."""
+        return self.pinned and not self.registered and platform.can_pin_in_place(self.device)
+
     def lock(self) -> None:
         """Page-locks the buffer in place, after it was written, so that its pages were placed by the writer."""
-        if not self.pinned or self.registered or not platform.can_pin_in_place(self.device):
+        if not self.can_lock:
             return
         platform.pin_in_place(self.buffer)
         self.registered = True
@@ -72,6 +77,7 @@ class HostStore:
     Args:
         device (`torch.device`): The execution device.
         tier (`HostTier`): Only pinned units are packed.
+        name (`str`): The component's, for progress bars.
 
     Attributes:
         table (`SourceTable`, *optional*): Which memory is a view of which file, where any is read from there.
@@ -81,8 +87,9 @@ class HostStore:
         has_gaps (`bool`): Whether units lost their place since the last packing: their weights were replaced.
     """
 
-    def __init__(self, device: torch.device, tier: HostTier) -> None:
+    def __init__(self, device: torch.device, tier: HostTier, name: str = "weights") -> None:
         self.device = device
+        self.name = name
         self.tier = tier
         self.table: SourceTable | None = None
         self.tiers: dict[Unit, HostTier] = {}
@@ -131,8 +138,11 @@ class HostStore:
         """Locks what [`rest`] unlocked. Idempotent."""
         if self._is_resting:
             self._is_resting = False
-            for chunk in self._chunks:
-                self._lock(chunk)
+            due = [chunk for chunk in self._chunks if chunk.can_lock]
+            with progress.bar(f"{self.name}: page-locking", sum(chunk.buffer.numel() for chunk in due)) as advance:
+                for chunk in due:
+                    self._lock(chunk)
+                    advance(chunk.buffer.numel())
 
     def forget(self, unit: Unit) -> None:
         """Drops a unit's place after its tensors were replaced; its bytes are then read from the new tensors."""
@@ -169,18 +179,19 @@ class HostStore:
         pinned = (unit for unit in units if self.tier_of(unit) is HostTier.PINNED)
         waiting = [unit for unit in pinned if unit not in self._places and not unit.on_disk]
         self.was_interrupted = bool(waiting)
-        with torch.inference_mode(False), torch.no_grad():
+        work = progress.bar(f"{self.name}: packing", sum(unit.size for unit in waiting))
+        with torch.inference_mode(False), torch.no_grad(), work as advance:
             while waiting:
                 count, size = 0, 0
                 while count < len(waiting) and (count == 0 or size + waiting[count].size <= CHUNK_BYTES):
                     size += waiting[count].size
                     count += 1
-                if not self._pack_chunk(waiting[:count], size):
+                if not self._pack_chunk(waiting[:count], size, advance):
                     break
                 waiting = waiting[count:]
         self.was_interrupted = False
 
-    def _pack_chunk(self, units: Sequence[Unit], size: int) -> bool:
+    def _pack_chunk(self, units: Sequence[Unit], size: int, advance: Callable[[int], object]) -> bool:
         """Returns False when there is no host memory: what isn't packed stays where it is, and streams from there."""
         chunk = self._new_chunk(ALIGNMENT + size)
         if chunk is None:
@@ -192,6 +203,7 @@ class HostStore:
             for extent in unit.extents:
                 move_extent(extent, chunk.buffer, offset + extent.shift(self.device))
                 offset += extent.size
+            advance(unit.size)
         self._lock(chunk)
         self._chunks.append(chunk)
         # Last: an interrupt before this leaves units without a place, which are read where their tensors point.
@@ -239,8 +251,11 @@ class HostStore:
             self._chunks = []
             self._places = {}
             return
-        for unit in list(self._places):
-            self.move_out(unit)
+        units = list(self._places)
+        with progress.bar(f"{self.name}: unpacking", sum(unit.size for unit in units)) as advance:
+            for unit in units:
+                self.move_out(unit)
+                advance(unit.size)
 
 
 def move_extent(extent: Extent, buffer: torch.Tensor, offset: int) -> None:

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from diffusers.utils import logging
 from torch import nn
 
 from . import adoption, conflicts, dispatched, hooks, mapping, patches
 from .components import Selected, Wanted, find_wanted, may_be_module
 from .config import LayerwiseOffloadConfig, Mode
+from .log import get_logger
 from .plan import Choice
 from .runtime import Runtime
 from .schedule import Schedule
@@ -25,7 +25,7 @@ from .terms import Terms
 from .tiers import HostMemory
 from .transfer import Transfer
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 _serials = itertools.count()
 #: All that govern something; only looked through when one of them ends, so that an older one takes over again.
 _living: weakref.WeakSet[Members] = weakref.WeakSet()

@@ -18,7 +18,7 @@ from .errors import LayerwiseOffloadError
 from .patches import is_hiding
 from .runtime import Runtime
 from .schedule import Schedule
-from .transfer import plain_tensors
+from .tensors import plain_tensors
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 

@@ -8,7 +8,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
-from . import conflicts, mapping, patches, switches
+from . import conflicts, mapping, patches, progress, switches
 from .auto import Policy
 from .components import Wanted, checked, read_device
 from .config import LayerwiseOffloadConfig, Mode, Residency, parse_bytes, read_mode
@@ -85,7 +85,8 @@ def enable_layerwise_offload(
     switches.wrap_manager()
     wrap_registry()
     try:
-        members.make(members.examine(explicit=True))
+        with progress.using(pipe, is_call=False):
+            members.make(members.examine(explicit=True))
     except BaseException:
         # Seen only with the weights back where they came from: as if nothing had been called.
         if before is not None:
@@ -153,7 +154,8 @@ def disable_layerwise_offload(pipe: DiffusionPipeline) -> None:
         raise TypeError(f"disable_layerwise_offload needs a DiffusionPipeline, got {type(pipe).__name__}.")
     handle = handle_of(pipe)
     if handle is not None:
-        handle._detach(pipe)
+        with progress.using(pipe, is_call=False):
+            handle._detach(pipe)
 
 
 def attach_methods() -> None:

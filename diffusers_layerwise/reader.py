@@ -25,7 +25,9 @@ from .files import Pagemap, SourceTable
 from .host import HostStore
 from .pieces import Piece, Route, read_into
 from .staging import PORTER_ENDED, Buffer, Latch, Porter, Staging
-from .transfer import Lease, Transfer, plain_tensors
+from .tape import Copying
+from .tensors import plain_tensors
+from .transfer import Lease, Transfer
 
 #: Seconds after which a caller that waits looks whether the courier is still alive.
 PATIENCE = 0.5
@@ -48,6 +50,8 @@ class Ticket:
         self.route = route
         self.lease = lease
         self.transfer = transfer
+        self.nbytes = sum(memory.numel() for piece in route.pieces for _, memory, _ in piece.slices)
+        self.copying: Copying | None = None
         self.pid = os.getpid()
         self.courier: Courier | None = None
         self.is_cancelled = False
@@ -267,6 +271,7 @@ class Courier:
                 if ticket.error is None and not ticket.is_started:
                     _begin(ticket)
                 if ticket.is_started:
+                    ticket.transfer.mark_stop(ticket.copying)
                     ticket.transfer.record_ready(ticket.lease)
         except BaseException as found:
             ticket.error = ticket.error or found
@@ -289,6 +294,7 @@ class Courier:
 def _begin(ticket: Ticket) -> None:
     ticket.is_started = True
     ticket.transfer.wait_until_free(ticket.lease)
+    ticket.copying = ticket.transfer.mark_start(ticket.lease, ticket.name, ticket.nbytes)
 
 
 def _deliver(ticket: Ticket, piece: Piece, buffer: Buffer | None) -> None:

@@ -184,7 +184,7 @@ def _component(schedule: Schedule, plan: OffloadPlan, runtime: Runtime) -> Compo
         hits=counters.hits,
         misses=counters.misses,
         dropped=counters.dropped,
-        stall=runtime.tuner.stall.get(schedule.name),
+        stall=runtime.tuner.stalled(schedule),
         step_predicted=part.step,
         step_measured=runtime.fitting.clock.seconds(schedule.name),
         activation_peak=runtime.fitting.need_of(schedule.name),

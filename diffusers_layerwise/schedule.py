@@ -19,6 +19,7 @@ from .measure import Counters, PassTimer
 from .order import Learned, Order
 from .plan import Choice, ComponentPlan, ComponentSpec, group_uses
 from .specs import positions, unit_specs
+from .tape import Tape
 from .transfer import Account, Ring, Transfer
 
 
@@ -38,6 +39,7 @@ class Schedule:
         is_open (`bool`): Whether a pass is open: one group at most is in use, others are loading.
         has_inputs (`bool`): Whether the open pass got its inputs at the root, which has moved them to the device.
         record (`list[int]`): Unit indices used so far in the open pass, or in the last one.
+        plans (`int`): How many it was given so far.
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class Schedule:
         self.counters = Counters()
         self.account = Account()
         self.timer: PassTimer | None = None
+        self.tape: Tape | None = None
+        self.plans = 0
         self.order = Order(component.units)
         self.groups: list[Group] = []
         self.ring: Ring | None = None
@@ -77,8 +81,7 @@ class Schedule:
         self._group_of: dict[int, Group] = {}
         self._course = Course()
         self._current: Group | None = None
-        self._remaining = 0
-        self.record: list[int] = []
+        self._remaining, self.record = 0, list[int]()
 
     def _fix(self, component: Component) -> None:
         """Makes the group of what stays on the device whoever runs."""
@@ -154,7 +157,7 @@ class Schedule:
             group = Group(f"{self.name}.{name}", units, self.store, self.transfer, self.account, resident)
             groups.append(group)
             group_of.update((unit.index, group) for unit in units)
-        self.groups, self._group_of = groups, group_of
+        self.groups, self._group_of, self.plans = groups, group_of, self.plans + 1
         self._expect(self.order.uses)
 
     def pack(self) -> None:
@@ -231,10 +234,6 @@ class Schedule:
             group.offload(self.ring)
             group.forget_views()
 
-    def is_loaded(self) -> bool:
-        """Whether any group, the fixed one left out, is on the device or on its way."""
-        return any(group.state is not GroupState.HOST for group in self.groups)
-
     def drop_prefetched(self) -> bool:
         """Drops streamed groups that are loaded but not in use. Returns whether there were any."""
         found = False
@@ -284,6 +283,8 @@ class Schedule:
         """Closes the pass: releases the group in use and takes over the recorded order. Idempotent."""
         if not self.is_open:
             return
+        if self.tape is not None:
+            self.tape.finish(self.has_inputs)
         self._release()
         self.has_inputs = False
         while self._kept:
@@ -300,7 +301,7 @@ class Schedule:
     def abandon_pass(self) -> None:
         """Closes a pass that an exception cut short: what it recorded is no order. Idempotent."""
         self.record = []
-        self.timer = None
+        self.timer = self.tape = None
         self.end_pass()
 
     # ------------------------------------------------------------------ the hot path
@@ -344,6 +345,8 @@ class Schedule:
         if len(self.record) == 1 and self.order.starts_another(unit.index):
             self._take_order(unit.index)
         self._remaining = self._course.enter(group) or self._diverge(group)
+        if self.tape is not None:
+            self.tape.before(group.name, group.size, not group.resident)
         if group.state is GroupState.READY:
             self._current = group
             return
@@ -353,11 +356,15 @@ class Schedule:
             self.counters.hits += 1
         self._current = group
         group.wait_onload()
+        if self.tape is not None:
+            self.tape.start()
         if self._course.horizon <= self._course.position:
             self.pump()
 
     def _release(self) -> None:
         group, self._current = self._current, None
+        if group is not None and self.tape is not None:
+            self.tape.stop()
         if group is not None and not group.resident:
             group.offload(self.ring)
             self.pump()

@@ -13,6 +13,7 @@ import torch
 
 from . import platform
 from .config import format_bytes
+from .demand import any_loaded
 from .errors import is_named, named_out_of_memory
 from .plan import ComponentSpec, OffloadPlan
 from .schedule import Schedule
@@ -188,9 +189,9 @@ class Shortage:
         held = owner.transfer.held_bytes
         self._fits = held if self._fits is None else min(held, self._fits)
         for schedule in owner.schedules:
-            if not schedule.is_open and (schedule.account is not account or not schedule.is_loaded()):
+            if not schedule.is_open and (schedule.account is not account or not any_loaded(schedule.groups)):
                 schedule.drop_all()
-        if owner.ring is not None and not any(s.is_open or s.is_loaded() for s in owner.schedules):
+        if owner.ring is not None and not any(s.is_open or any_loaded(s.groups) for s in owner.schedules):
             owner.ring.close()
         platform.empty_cache(owner.transfer.device)
 

@@ -17,7 +17,8 @@ import torch
 from . import platform
 from .files import PAGE
 from .pieces import PIECE_BYTES, SECTOR
-from .transfer import Transfer, plain_tensors
+from .tensors import plain_tensors
+from .transfer import Transfer
 
 #: Buffers of each device. They bound how far reading runs ahead of copying; a CPU's copies are never far behind.
 BUFFERS = 8

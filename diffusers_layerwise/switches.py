@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from diffusers.utils import logging
 from torch import nn
 
 from . import patches, platform
@@ -20,7 +19,6 @@ from .locks import all_locked
 from .members import Members, governors
 from .slots import modules_of, names_of
 
-logger = logging.get_logger(__name__)
 Original = Callable[..., Any]
 
 #: Methods of pipelines and models that rewrite weights or modules: they find, and leave, everything on the host.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -196,3 +197,10 @@ def move_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     compute.
     """
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+
+
+@contextlib.contextmanager
+def plain_tensors() -> Iterator[None]:
+    """Runs a block with neither gradients nor inference mode: a Parameter given an inference tensor becomes one."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from .tape import Copying, Tape
 from .tensors import ALIGNMENT, move_bytes
 
 Copy = tuple[torch.Tensor, torch.Tensor]
@@ -81,12 +82,10 @@ class Transfer:
         self.is_async = device.type != "cpu"
         self.pid: int | None = None
         self.copy_stream: Any = None
-        self.moved_bytes = 0
-        self.copies = 0
-        self.held_bytes = 0
-        self.peak_bytes = 0
-        self.peak_ever = 0
+        self.moved_bytes = self.copies = 0
+        self.held_bytes = self.peak_bytes = self.peak_ever = 0
         self.log: list[tuple[str, str]] | None = None
+        self.tape: Tape | None = None
         #: Gives up device memory that whoever has the account doesn't need now.
         self.relieve: Callable[[Account | None], None] = lambda _: None
 
@@ -136,17 +135,29 @@ class Transfer:
         self.moved_bytes += count
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             with torch.profiler.record_function(f"layerwise onload {name}"):
-                self._copy(copies, lease)
+                self._copy(copies, lease, name, count)
         else:
-            self._copy(copies, lease)
+            self._copy(copies, lease, name, count)
 
-    def _copy(self, copies: Sequence[Copy], lease: Lease) -> None:
-        if not self.is_async:
+    def _copy(self, copies: Sequence[Copy], lease: Lease, name: str, count: int) -> None:
+        self.wait_until_free(lease)
+        copying = self.mark_start(lease, name, count)
+        if self.is_async:
+            self.queue_copies(copies, lease.ready)
+        else:
             for target, source in copies:
                 target.copy_(source)
-            return
-        self.wait_until_free(lease)
-        self.queue_copies(copies, lease.ready)
+        self.mark_stop(copying)
+
+    def mark_start(self, lease: Lease, name: str, count: int) -> Copying | None:
+        """While a pass is recorded: a group's copy begins here on the copy stream, behind all that it waits for."""
+        tape = self.tape
+        return None if tape is None else tape.copy(name, count, bool(lease.slots), self.time_mark(copying=True))
+
+    def mark_stop(self, copying: Copying | None) -> None:
+        """And here it is over."""
+        if copying is not None:
+            copying.stop = self.time_mark(copying=True)
 
     def wait_until_free(self, lease: Lease) -> None:
         """Puts the copy stream behind the last readers of a lease's memory."""
@@ -225,17 +236,22 @@ class Transfer:
         account.hold(-lease.buffer.numel())
         self.drop_buffer(lease.buffer)
 
-    def time_mark(self) -> Any:
-        """A point in time on the caller's stream: a timing event, or the wall clock on the CPU."""
+    def time_mark(self, copying: bool = False) -> Any:
+        """A point in time on the caller's stream, or the copy stream: a timing event, or a CPU's wall clock."""
         if not self.is_async:
             return time.perf_counter()
         event = torch.Event(device=self.device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self.device))
+        event.record(self.copy_stream if copying else torch.accelerator.current_stream(self.device))
         return event
 
     def is_past(self, mark: Any) -> bool:
         """Whether a point in time has been reached."""
         return True if isinstance(mark, float) else bool(mark.query())
+
+    def await_mark(self, mark: Any) -> None:
+        """Waits, on the host, for a point in time: somebody asks between passes what was recorded."""
+        if not self.is_past(mark):
+            mark.synchronize()
 
     def seconds(self, start: Any, end: Any) -> float:
         """Seconds between two points in time that are both past."""
@@ -243,17 +259,12 @@ class Transfer:
 
     def time_copy(self, target: torch.Tensor, source: torch.Tensor) -> float:
         """Seconds of one copy. Waits on the host: for use before steady state only."""
-        if not self.is_async:
-            start = time.perf_counter()
-            target.copy_(source)
-            return time.perf_counter() - start
-        marks = [torch.Event(device=self.device, enable_timing=True) for _ in range(2)]
-        with self._copying():
-            marks[0].record(self.copy_stream)
-            target.copy_(source, non_blocking=True)
-            marks[1].record(self.copy_stream)
-        marks[1].synchronize()
-        return self.seconds(*marks)
+        start = self.time_mark(copying=True)
+        with self._copying() if self.is_async else contextlib.nullcontext():
+            target.copy_(source, non_blocking=self.is_async)
+        stop = self.time_mark(copying=True)
+        self.await_mark(stop)
+        return self.seconds(start, stop)
 
 
 def order_before_free(owner: object, stream: Any, events: list[torch.Event | None]) -> Callable[[], object]:
@@ -395,10 +406,3 @@ class Ring:
         self.slots = []
         self._leases = {}
         self._cursor = 0
-
-
-@contextlib.contextmanager
-def plain_tensors() -> Any:
-    """Runs a block with neither gradients nor inference mode: a Parameter given an inference tensor becomes one."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from .measure import PassTimer
 from .schedule import Schedule
 from .simulate import Link
-from .transfer import Ring, Transfer, plain_tensors
+from .tapes import Tapes
+from .tensors import plain_tensors
+from .transfer import Ring, Transfer
 
 #: Passes whose times are measured: the first, which also shows the order, and the second, with prefetch at work.
 MEASURED_PASSES = 2
@@ -23,6 +25,7 @@ class Tuner:
         transfer (`Transfer`): The device.
 
     Attributes:
+        tapes (`Tapes`): Recorded passes.
         link (`Link`, *optional*): Measured once, before steady state.
         stall (`dict[str, float]`): Seconds of a measured pass that compute waited for copies, by component.
     """
@@ -30,18 +33,21 @@ class Tuner:
     def __init__(self, transfer: Transfer) -> None:
         self.link: Link | None = None
         self.stall: dict[str, float] = {}
+        self.tapes = Tapes(transfer)
         self._transfer = transfer
         self._timers: dict[Schedule, PassTimer] = {}
         self._count: dict[Schedule, int] = {}
 
     def start(self, schedule: Schedule) -> None:
-        """A pass begins: it is timed if the component hasn't been timed often enough."""
+        """A pass begins: it is timed if the component hasn't been timed often enough, and recorded if none was yet."""
         if schedule.groups and self._count.get(schedule, 0) < MEASURED_PASSES:
             schedule.timer = PassTimer(self._transfer)
+        self.tapes.start(schedule)
 
     def end(self, schedule: Schedule) -> None:
         """A pass has ended; its marks are read once they are past."""
         timer, schedule.timer = schedule.timer, None
+        self.tapes.end(schedule, is_plain=timer is None)
         if timer is not None and schedule.record:
             self._timers[schedule] = timer
             self._count[schedule] = self._count.get(schedule, 0) + 1
@@ -57,6 +63,14 @@ class Tuner:
         schedule.order.times = (busy, gap)
         return True
 
+    def stalled(self, schedule: Schedule) -> float | None:
+        """Seconds for which the last recorded pass waited for copies; that of a timed one before any is past."""
+        for tape in reversed(self.tapes.of(schedule)):
+            if all(self._transfer.is_past(mark) for mark in tape.closing()):
+                waits = [(use.before, use.start) for use in tape.uses if use.start is not None]
+                return sum(self._transfer.seconds(before, start) for before, start in waits)
+        return self.stall.get(schedule.name)
+
     def link_for(self, schedules: Sequence[Schedule]) -> Link:
         """The link as far as it was measured: copies once, reads from files on the way."""
         link = self.link or Link()
@@ -70,6 +84,7 @@ class Tuner:
         """A component is gone, or has changed its structure: it is timed anew."""
         self._timers.pop(schedule, None)
         self._count.pop(schedule, None)
+        self.tapes.forget(schedule)
 
     def measure_link(self, schedule: Schedule, ring: Ring | None) -> None:
         """Times copies from a component's packed host memory. Waits on the host; does nothing the second time."""

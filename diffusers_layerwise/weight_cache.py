@@ -12,13 +12,13 @@ import shutil
 import struct
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from . import cache
+from . import cache, progress
 from .config import format_bytes
 from .errors import LayerwiseOffloadError
 from .files import Stored, read_layout
@@ -155,9 +155,10 @@ def _unreadable(path: Path, error: OSError) -> LayerwiseOffloadError:
 
 def _hash(path: Path) -> str:
     found = hashlib.sha256()
-    with path.open("rb") as file:
+    with path.open("rb") as file, progress.bar(f"reading {path.name}", path.stat().st_size) as advance:
         while piece := file.read(PIECE_BYTES):
             found.update(piece)
+            advance(len(piece))
     return found.hexdigest()
 
 
@@ -212,7 +213,8 @@ def _make(
         shutil.rmtree(place, ignore_errors=True)  # a broken one
         work = Path(tempfile.mkdtemp(dir=root(), prefix="new-"))
         try:
-            held = {layout.source.name: layout.write(work / layout.source.name) for layout in layouts}
+            with progress.bar(f"{component}: converting to {str(dtype).removeprefix('torch.')}", needed) as advance:
+                held = {layout.source.name: layout.write(work / layout.source.name, advance) for layout in layouts}
             manifest = {"version": VERSION, "component": component, "files": held}
             manifest["dtype"] = str(dtype).removeprefix("torch.")
             (work / MANIFEST).write_text(json.dumps(manifest))
@@ -290,7 +292,7 @@ class _Layout:
         text += b" " * (-(len(text) + 8) % 256)
         return struct.pack("<Q", len(text)) + text
 
-    def write(self, path: Path) -> tuple[int, str, int]:
+    def write(self, path: Path, advance: Callable[[int], object]) -> tuple[int, str, int]:
         """Writes the file to the disk. Returns its size, hash and time."""
         found, count = hashlib.sha256(), 0
         with self.source.open("rb") as source, path.open("wb") as file:
@@ -298,6 +300,7 @@ class _Layout:
                 file.write(piece)
                 found.update(piece)
                 count += len(piece)
+                advance(len(piece))
             file.flush()
             os.fsync(file.fileno())
         return count, found.hexdigest(), path.stat().st_mtime_ns

@@ -13,13 +13,13 @@ PACKAGE = Path(__file__).resolve().parent.parent / "diffusers_layerwise"
 DESIGN = PACKAGE.parent / "docs" / "design.md"
 
 ORDER = """
-    errors device_maps config watch tensors parts adapters casting residence reads discovery platform headers files host
-    hostmemory plan selection profiles simulate placement rings gather search auto pieces transfer staging reader
-    binding group demand measure specs order course schedule tuning passes checkpoints tiers readahead sharing shortage
-    activations clock terms fitting locks runtime inputs attempt copies hooks patches registries moves weights_maps
-    dispatched conflicts report mapping components slots adoption members handle switches pipeline flops live twins fake
-    standins skeleton trace repeats recorder cache tracing hardware cost hostplans predict planning rivals weight_cache
-    loading doctor cli __init__ __main__
+    errors log progress device_maps config watch tensors parts adapters casting residence reads discovery platform
+    headers files host hostmemory plan selection profiles simulate placement rings gather search auto pieces tape
+    transfer staging reader binding group demand measure specs order course schedule tapes tuning passes checkpoints
+    tiers readahead sharing shortage activations clock terms fitting locks runtime inputs attempt copies hooks
+    patches registries moves weights_maps dispatched conflicts report lanes page figure timeline mapping components
+    slots adoption members handle switches pipeline flops live twins fake standins skeleton trace repeats recorder
+    cache tracing hardware cost hostplans predict planning rivals weight_cache loading doctor cli __init__ __main__
 """.split()
 """Each module imports only from those before it."""
 
@@ -127,7 +127,8 @@ def test_backends_are_named_in_one_module_only(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_host_waits_for_the_device_in_two_functions_only(path: Path) -> None:
-    """`Transfer.time_copy` measures the link once, and `finish` comes before a rewrite of weights: no steady state."""
+    """`finish` comes before a rewrite of weights, `await_mark` when the link is measured, once, and when somebody asks
+    for a recorded pass: no steady state."""
     waits = {line for line, text in attributes(path) if text.endswith(".synchronize")}
     if path.stem == "staging":
         # In the courier's thread, so that a buffer isn't read into while a copy still reads it: nobody computes there.
@@ -135,7 +136,7 @@ def test_the_host_waits_for_the_device_in_two_functions_only(path: Path) -> None
         waits -= set(range(staging.lineno, staging.end_lineno + 1))
     if path.stem == "transfer":
         for name, node in functions(path):
-            if name in ("Transfer.time_copy", "Transfer.finish"):
+            if name in ("Transfer.await_mark", "Transfer.finish"):
                 waits -= set(range(node.lineno, node.end_lineno + 1))
     assert not waits
 

@@ -55,6 +55,12 @@ MUTANTS = [
         "            pass\n",
     ),
     Mutant(
+        "a recorded pass is read before it is over",
+        "transfer.py",
+        "            mark.synchronize()\n",
+        "            pass\n",
+    ),
+    Mutant(
         "the group's ready event is not awaited",
         "group.py",
         "        transfer.wait(lease.ready)\n",
@@ -208,7 +214,7 @@ MUTANTS = [
     Mutant(
         "a pass cut short by an exception is learned as an order",
         "schedule.py",
-        "        self.record = []\n        self.timer = None\n        self.end_pass()\n",
+        "        self.record = []\n        self.timer = self.tape = None\n        self.end_pass()\n",
         "        self.end_pass()\n",
     ),
     Mutant(
