@@ -12,12 +12,10 @@ from diffusers import (
     DiffusionPipeline,
     FasterCacheConfig,
     FirstBlockCacheConfig,
-    LayerSkipConfig,
     MagCacheConfig,
     PyramidAttentionBroadcastConfig,
     TaylorSeerCacheConfig,
 )
-from diffusers.hooks import HookRegistry, apply_layer_skip
 
 import diffusers_layerwise  # noqa: F401
 import factory
