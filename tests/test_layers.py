@@ -18,8 +18,8 @@ ORDER = """
     binding group demand measure specs order course ways cuts schedule tuning passes checkpoints tiers readahead sharing
     shortage activations clock terms fitting locks runtime inputs attempt copies hooks patches registries moves
     weights_maps dispatched conflicts report mapping components slots adoption members handle switches pipeline flops
-    live twins fake standins skeleton trace repeats recorder cache tracing hardware cost hostplans predict planning rivals weight_cache
-    loading cli __init__ __main__
+    live twins fake standins skeleton trace repeats recorder cache tracing hardware cost hostplans predict planning
+    rivals weight_cache loading cli __init__ __main__
 """.split()
 """Each module imports only from those before it."""
 
