@@ -341,8 +341,9 @@ class Schedule:
                 self.counters.hits += 1
             self._current = group
             group.wait_onload()
+            has_room = has_room or self._course.horizon <= self._course.position
         self._current = group
-        if has_room or (not group.resident and self._course.horizon <= self._course.position):
+        if has_room:
             self.pump()
 
     def _release(self) -> None:

@@ -1,4 +1,4 @@
-"""One of two ranks that compute a Flux transformer in context parallel on the CPU. Takes its rank and a file to meet by.
+"""One of two ranks that compute a Flux transformer in context parallel on the CPU: its rank, and a file to meet by.
 
 Exits with an error where an image isn't the one of the resident pipeline in the same two ranks.
 """
