@@ -334,16 +334,14 @@ class Schedule:
         if not self._remaining or (len(self.record) == 1 and unit.index != self._way.first):
             self._diverge(group)
             has_room = True
-        if group.state is not GroupState.READY:
-            if group.state is GroupState.HOST:
-                self._load_now(group, unit.index)
-            else:
-                self.counters.hits += 1
-            self._current = group
-            group.wait_onload()
-            has_room = has_room or self._course.horizon <= self._course.position
+        is_new = group.state is not GroupState.READY
+        if group.state is GroupState.HOST:
+            self._load_now(group, unit.index)
+        elif is_new:
+            self.counters.hits += 1
         self._current = group
-        if has_room:
+        group.wait_onload()
+        if has_room or (is_new and self._course.horizon <= self._course.position):
             self.pump()
 
     def _release(self) -> None:
