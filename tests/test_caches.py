@@ -298,7 +298,7 @@ def test_the_report_counts_exactly_the_loads_that_were_not_made(name: str, sim: 
     on(pipe)
     spent(2)
     computed = []
-    layer = pipe.transformer.transformer_blocks[1].attn.register_forward_hook(lambda *_: computed.append(1))
+    layer = pipe.transformer.transformer_blocks[1].attn.to_q.register_forward_hook(lambda *_: computed.append(1))
     moved, saved, loads, dropped = spent(2)
     layer.remove()
     assert 0 < len(computed) < 2 * STEPS
