@@ -34,6 +34,7 @@ TABLE = "Caches and switches of models"
 STEPS = 6
 SLOW = pytest.mark.slow
 MODES = ["memory", "auto"]
+IN_MODES = pytest.mark.parametrize("mode", ["memory", pytest.param("auto", marks=SLOW)])
 Switch = Callable[[DiffusionPipeline], Any]
 
 
@@ -126,15 +127,16 @@ SWITCHES: dict[str, tuple[str, Switch, Switch]] = {
 }
 QUICK = ("`FirstBlockCacheConfig`", "`LayerSkipConfig`, Wan", "`enable_freeu()`, SD 1.5")
 #: The denoiser streams under it, and a part of it is resident.
-BUDGETS = {"flux": 400_000, "wan": 300_000, "cogvideox": 300_000, "sd15": 400_000, "sdxl": 900_000, "sd3": 400_000}
+BUDGETS = {"flux": 400_000, "wan": 145_000, "cogvideox": 200_000, "sd15": 400_000, "sdxl": 900_000, "sd3": 400_000}
 
 
 def run(case: str, pipe: DiffusionPipeline, seed: int = 0, **options: Any) -> torch.Tensor:
     return factory.run(case, pipe, seed, num_inference_steps=STEPS, **options)
 
 
-def enable(case: str, pipe: DiffusionPipeline, mode: str) -> Any:
-    limit = {"memory_budget": BUDGETS[case], "config": {"activation_reserve": 0}} if mode == "auto" else {}
+def enable(case: str, pipe: DiffusionPipeline, mode: str, activation_reserve: int | None = 0) -> Any:
+    config = {"activation_reserve": activation_reserve}
+    limit: dict[str, Any] = {"memory_budget": BUDGETS[case], "config": config} if mode == "auto" else {}
     return pipe.enable_layerwise_offload(mode=mode, onload_device="sim", **limit)
 
 
@@ -167,7 +169,8 @@ def test_put_on_and_taken_off_in_either_order(name: str, mode: str, when: str, s
         on(pipe)
     for seed in (0, 1):
         assert torch.equal(run(case, pipe, seed), switched[seed])
-    assert handle.report().peak_ever <= handle.plan.peak_bytes or mode == "memory"
+    assert handle.report().peak_seen <= handle.plan.peak_bytes
+    assert handle.report().peak_ever <= BUDGETS[case] or mode == "memory"
     off(pipe)
     off(reference)
     plain = run(case, reference)
@@ -181,7 +184,7 @@ def test_put_on_and_taken_off_in_either_order(name: str, mode: str, when: str, s
     assert torch.equal(run(case, pipe), plain)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@IN_MODES
 def test_skip_layer_guidance(mode: str, sim: ModuleType, cell: Cell) -> None:
     """Three passes in each step, of which the third one leaves layers out."""
     cell(TABLE, "`skip_guidance_layers`, SD 3", f"{mode}, after ours")
@@ -240,7 +243,7 @@ SWAPS = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@IN_MODES
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", SWAPS)
 def test_attention_processors_are_swapped_between_calls(
@@ -311,6 +314,27 @@ def test_the_report_counts_exactly_the_loads_that_were_not_made(name: str, sim: 
         skipping = 2 * STEPS - len(computed)
         assert (loads, saved) == (skipping * len(gone), skipping * sum(g.copy_bytes for g in gone))
     assert "skipped layers saved" in str(handle.report())
+
+
+def test_activations_are_measured_in_whole_passes(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = factory.CASES["flux"].build()
+    first_block(pipe)
+    handle = enable("flux", pipe, "auto", activation_reserve=None)
+    fitting = handle._runtime.fitting
+    measured: list[int] = []
+    measure = fitting._measure
+
+    def noted(pass_: Any) -> None:
+        if pass_.schedule.name == "transformer":
+            measured.append(len(pass_.schedule.record))
+        measure(pass_)
+
+    monkeypatch.setattr(fitting, "_measure", noted)
+    for _ in range(2):
+        run("flux", pipe)
+    schedule = next(s for s in handle._runtime.schedules if s.name == "transformer")
+    assert 0 < len(measured) < 2 * STEPS
+    assert set(measured) == {len(schedule.order.uses)}
 
 
 # ---------------------------------------------------------------------- several processes
