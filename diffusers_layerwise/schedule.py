@@ -179,6 +179,7 @@ class Schedule:
         """Lets go of the module and its host copy, after the hooks were removed. Nothing can be used after it."""
         self.is_closed = True
         self.groups, self.fixed, self._group_of, self._course = [], None, {}, Course()
+        self._ways, self._way = (none := Ways({})), none.of([])
 
     def _all_groups(self) -> list[Group]:
         return [*self.groups, *([self.fixed] if self.fixed is not None else [])]
