@@ -31,6 +31,7 @@ class Course:
     def expect(self, expected: list[tuple[Group, int]]) -> None:
         """Takes another order, and starts at its beginning."""
         self.expected = expected
+        self.loads.clear()
         self.rewind()
 
     def follow(self, expected: list[tuple[Group, int]], position: int) -> set[Group]:
