@@ -19,7 +19,7 @@ from .casting import casts, casts_inside
 from .config import Adapters
 from .errors import LayerwiseOffloadError
 from .parts import entries_of
-from .reads import weights_read
+from .reads import weights_read, weights_read_by
 from .residence import Residence, named_tensors
 from .tensors import Entry, Extent, collect_extents
 
@@ -320,7 +320,7 @@ def _read_directly(module: nn.Module) -> set[int]:
     for parent in module.modules():
         if _is_one_unit(parent):
             continue
-        for name in weights_read(type(parent)):
+        for name in weights_read(type(parent)) | weights_read_by(getattr(parent, "processor", None)):
             child = parent._modules.get(name)
             stack = isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
             found.update(id(m) for m in (child.children() if stack and child is not None else [child]))

@@ -301,9 +301,12 @@ class Fitting:
             self._open = _Open(schedule, self.owner.transfer.held_bytes)
 
     def end_pass(self, schedule: Schedule) -> None:
-        """A pass is about to end."""
-        self.clock.end(schedule)
+        """A pass is about to end. One that skips layers is no measure of what passes need."""
         found, self._open = self._open, None
+        if schedule.skips_layers():
+            self.clock.stop()
+            return
+        self.clock.end(schedule)
         if found is not None and found.schedule is schedule:
             self._measure(found)
 

@@ -66,6 +66,11 @@ class Group:
         return self._binding.size
 
     @property
+    def copy_bytes(self) -> int:
+        """Bytes that one load moves."""
+        return self._binding.copy_bytes
+
+    @property
     def held_bytes(self) -> int:
         """Bytes of device memory of its own; 0 when it lies in the ring or on the host."""
         if self.state is GroupState.HOST or (self.lease is not None and self.lease.slots):

@@ -15,12 +15,19 @@ from .transfer import Transfer
 @dataclasses.dataclass
 class Counters:
     """What a schedule has seen: passes, group uses found loaded or loading (hits), loaded on demand (misses),
-    and prefetched groups dropped unused."""
+    prefetched groups dropped unused, and loads (with their bytes) that passes didn't need which skipped layers."""
 
     passes: int = 0
     hits: int = 0
     misses: int = 0
     dropped: int = 0
+    skipped: int = 0
+    skipped_bytes: int = 0
+
+    def skip(self, loads: int, nbytes: int) -> None:
+        """A pass skipped layers, and with them so many loads of so many bytes."""
+        self.skipped += loads
+        self.skipped_bytes += nbytes
 
 
 class PassTimer:

@@ -22,6 +22,7 @@ class ComponentReport:
     `peak_predicted` and `peak_seen` count what it holds itself and, if it streams, the ring that all share.
     `hits` and `misses` count uses of streamed groups that had been prefetched or had to be loaded on demand;
     `stall` is the time of one measured pass that compute waited for copies, None before it was measured.
+    `skipped_loads` and `skipped_bytes` are loads that whole passes make, and which those that skipped layers didn't.
     `gathered_bytes` are embedding tables that stay on the host, `read_bytes` are read from files in each pass, which
     alone is predicted to take `read_predicted`; `step_measured` and `activation_peak` are what `step_predicted` and the
     report's `activation_reserve` turned out as.
@@ -47,6 +48,8 @@ class ComponentReport:
     hits: int
     misses: int
     dropped: int
+    skipped_loads: int
+    skipped_bytes: int
     stall: float | None
     step_predicted: float | None
     step_measured: float | None
@@ -103,6 +106,7 @@ class Report:
             f"moved {format_bytes(self.moved_bytes)} in {self.copies} copies"
             + _ring(self.ring_slots, self.ring_slot_bytes),
             *_table(self.components),
+            *_skipped(self.components),
             *([f"profile: {self.profile}"] if self.profile is not None else []),
             self._host(),
             *(f"note: {note}" for note in self.notes),
@@ -125,6 +129,14 @@ class Report:
 def _tiers(component: ComponentReport) -> str:
     held = " and ".join(f"{format_bytes(count)} {tier}" for tier, count in component.host_bytes.items())
     return f"{component.name} {held}"
+
+
+def _skipped(components: tuple[ComponentReport, ...]) -> list[str]:
+    each = {c.name: c.skipped_bytes for c in components if c.skipped_bytes}
+    if not each:
+        return []
+    text = f"skipped layers saved {format_bytes(sum(each.values()))} of loads"
+    return [text + "".join(f"; {name} {format_bytes(count)}" for name, count in each.items())]
 
 
 def _ring(slots: int, slot_bytes: int) -> str:
@@ -184,6 +196,8 @@ def _component(schedule: Schedule, plan: OffloadPlan, runtime: Runtime) -> Compo
         hits=counters.hits,
         misses=counters.misses,
         dropped=counters.dropped,
+        skipped_loads=counters.skipped,
+        skipped_bytes=counters.skipped_bytes,
         stall=runtime.tuner.stalled(schedule),
         step_predicted=part.step,
         step_measured=runtime.fitting.clock.seconds(schedule.name),

@@ -214,6 +214,7 @@ class Runtime:
         for schedule in self.schedules:
             if schedule.is_stale:
                 self.rebuild(schedule)
+            schedule.start_call()
             schedule.enter()
 
     def _end_call(self) -> None:
@@ -327,7 +328,7 @@ class Runtime:
         """A component's root is left. Idempotent."""
         if schedule.is_open:
             self.fitting.end_pass(schedule)
-            schedule.end_pass()
+            schedule.end_pass(ahead=True)
             self.tuner.end(schedule)
             self._hand_over(schedule)
 

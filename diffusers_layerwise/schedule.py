@@ -7,20 +7,21 @@ the end of the pass. A wrong guess costs time, never correctness: what isn't the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from .config import LayerwiseOffloadConfig
 from .course import Course
+from .cuts import cut, spec_of, take_over
 from .demand import onload_now
 from .discovery import Component, Unit
 from .group import Group, GroupState
 from .host import HostStore
 from .measure import Counters, PassTimer
-from .order import Learned, Order
-from .plan import Choice, ComponentPlan, ComponentSpec, group_uses
-from .specs import positions, unit_specs
+from .order import Order
+from .plan import Choice, ComponentPlan, ComponentSpec
 from .tape import Tape
 from .transfer import Account, Ring, Transfer
+from .ways import Ways
 
 
 class Schedule:
@@ -79,6 +80,8 @@ class Schedule:
         self._kept: list[Group] = []
         self._fix(component)
         self._group_of: dict[int, Group] = {}
+        self._ways = Ways(self._group_of)
+        self._way = self._ways.of(self.order.uses)
         self._course = Course()
         self._current: Group | None = None
         self._remaining, self.record = 0, list[int]()
@@ -99,16 +102,7 @@ class Schedule:
         """
         self.renew()
         self.store.forget(self._fixed_unit)
-        before = {unit.contents(): unit for unit in self.component.units}
-        kept: dict[int, Unit] = {}
-        for position, unit in enumerate(component.units):
-            old = before.pop(unit.contents(), None)
-            if old is not None:
-                kept[old.index] = component.units[position] = old
-                old.name, old.layer, old.triggers = unit.name, unit.layer, unit.triggers
-        for gone in before.values():
-            self.store.move_out(gone)
-        self.order.restructure(component.units, kept)
+        take_over(self.component, component, self.order, self.store)
         self.component, self.is_stale, self.record = component, False, []
         self._fix(component)
 
@@ -118,47 +112,17 @@ class Schedule:
 
     # ------------------------------------------------------------------ plan
     def spec(self) -> ComponentSpec:
-        """This component as a plan sees it: units in execution order, with measured times if there are any."""
-        busy, gap = self.order.times if self.order.times is not None else (None, None)
-        return ComponentSpec(
-            self.name,
-            unit_specs(self.order.sequence, self.store),
-            positions(self.order.uses, self.order.sequence),
-            self.component.fixed_size,
-            self.component.weights,
-            self.choice,
-            self.config,
-            busy,
-            gap,
-            self.unselected,
-            self.component.others,
-        )
+        """This component as a plan sees it."""
+        return spec_of(self.component, self.order, self.store, self.choice, self.config, self.unselected)
 
     def adopt(self, plan: ComponentPlan, ring: Ring | None) -> None:
-        """Takes a plan: offloads everything, then cuts the groups anew.
-
-        Until the execution order has been seen each unit is a streamed group of its own, unless all are resident.
-        """
+        """Takes a plan: offloads everything, then cuts the groups anew."""
         self.drop_all()
         self.ring = ring
-        tables = {unit.name for unit in plan.units if unit.gathered}
-        for unit in self.order.sequence:
-            unit.is_gathered = unit.name in tables
-        if self.order.used or all(group.resident for group in plan.groups):
-            cuts = [(g.name, g.start, g.stop, g.resident) for g in plan.groups]
-        else:
-            cuts = [(unit.name, i, i + 1, False) for i, unit in enumerate(self.order.sequence)]
-        groups: list[Group] = []
-        group_of: dict[int, Group] = {}
-        for name, start, stop, resident in cuts:
-            units = [unit for unit in self.order.sequence[start:stop] if not unit.is_gathered]
-            if not units:
-                continue
-            group = Group(f"{self.name}.{name}", units, self.store, self.transfer, self.account, resident)
-            groups.append(group)
-            group_of.update((unit.index, group) for unit in units)
-        self.groups, self._group_of, self.plans = groups, group_of, self.plans + 1
-        self._expect(self.order.uses)
+        self.groups = cut(plan, self.order, self.store, self.transfer, self.account)
+        self._group_of = {unit.index: group for group in self.groups for unit in group.units}
+        self._ways, self.plans = Ways(self._group_of), self.plans + 1
+        self._expect()
 
     def pack(self) -> None:
         """Packs the units that were used, in the order of first use. Offloads all groups first."""
@@ -166,14 +130,16 @@ class Schedule:
         self.store.settle()
         self.store.pack(unit for unit in self.order.sequence if unit.index in self.order.used)
 
-    def _expect(self, order: Sequence[int]) -> None:
-        units = [unit for group in self.groups for unit in group.units]
-        runs, start = [], 0
-        for group in self.groups:
-            runs.append((start, start + len(group.units)))
-            start += len(group.units)
-        order = [index for index in order if index in self._group_of]
-        self._course.expect([(self.groups[g], b - a) for g, a, b in group_uses(positions(order, units), runs)])
+    def _expect(self) -> None:
+        """Expects the pass that the earlier ones tell, and starts at its beginning."""
+        self._way = self._ways.of(self.order.expected())
+        self._course.expect(self._way.uses)
+
+    def start_call(self) -> None:
+        """A pipeline call begins: passes come again as in the one before."""
+        if not self.is_open:
+            self.order.start_call()
+            self._expect()
 
     # ------------------------------------------------------------------ use
     def enter(self) -> None:
@@ -216,6 +182,7 @@ class Schedule:
         """Lets go of the module and its host copy, after the hooks were removed. Nothing can be used after it."""
         self.is_closed = True
         self.groups, self.fixed, self._group_of, self._course = [], None, {}, Course()
+        self._ways, self._way = (none := Ways({})), none.of([])
 
     def _all_groups(self) -> list[Group]:
         return [*self.groups, *([self.fixed] if self.fixed is not None else [])]
@@ -236,13 +203,12 @@ class Schedule:
 
     def drop_prefetched(self) -> bool:
         """Drops streamed groups that are loaded but not in use. Returns whether there were any."""
-        found = False
-        for group in self.groups:
-            if group is not self._current and not group.resident and group.state is not GroupState.HOST:
-                self._drop(group)
-                found = True
+        streamed = [g for g in self.groups if not g.resident and g.state is not GroupState.HOST]
+        found = [group for group in streamed if group is not self._current]
+        for group in found:
+            self._drop(group)
         self._course.draw_back(self._course.position)
-        return found
+        return bool(found)
 
     def drop_furthest(self) -> bool:
         """Drops the prefetched group that would be used last. Returns whether there was one."""
@@ -260,11 +226,13 @@ class Schedule:
     def begin_pass(self) -> None:
         """Opens a pass and queues the first loads. Groups that were replaced since are read anew."""
         self.end_pass()
+        self._course.loads.clear()
         for group in self.groups:
             if group.state is not GroupState.HOST and group.outdated():
                 group.offload(self.ring)
-        self.is_open = True
-        self.record = []
+            if group.state is not GroupState.HOST:
+                self._course.loads[group] += 1
+        self.is_open, self.record = True, []
         self._repeated.clear()
         self._course.rewind()
         # Once its order is known and all of it is on the device, there is nothing to do for a unit until it is dropped.
@@ -279,13 +247,16 @@ class Schedule:
             self.timer.begin()
         self.pump()
 
-    def end_pass(self) -> None:
-        """Closes the pass: releases the group in use and takes over the recorded order. Idempotent."""
+    def end_pass(self, ahead: bool = False) -> None:
+        """Closes the pass: releases the group in use and takes over the recorded order. Idempotent.
+
+        With `ahead` the first loads of what is predicted next take the slots that have become free.
+        """
         if not self.is_open:
             return
         if self.tape is not None:
             self.tape.finish(self.has_inputs)
-        self._release()
+        has_room = self._let_go()
         self.has_inputs = False
         while self._kept:
             group = self._kept.pop()
@@ -294,9 +265,21 @@ class Schedule:
         self.is_open = False
         if self.is_settled or self.record:
             self.counters.passes += 1
-        if self.record and self.order.learn(self.record, self.store) is Learned.ORDER:
-            self._expect(self.record)
-        self._course.rewind()
+        course = self.order.learn(self.record, self.store) if self.record else None
+        if course is not None and (whole := self.order.whole(course)) is not None:
+            self.counters.skip(*self._ways.saved(course, whole, self._course.loads))
+        if self.order.is_due:
+            self._course.rewind()
+            return
+        self._expect()
+        # What was loaded for layers that the pass then skipped makes room; what the next one begins with stays.
+        has_room = self._keep(self._course.ahead()) or has_room
+        if has_room and ahead and self.record:
+            self._load_next()
+
+    def skips_layers(self) -> bool:
+        """Whether the pass, as far as it has come, leaves out a part of one that was seen before."""
+        return bool(self.record) and self.order.whole(self.record) is not None
 
     def abandon_pass(self) -> None:
         """Closes a pass that an exception cut short: what it recorded is no order. Idempotent."""
@@ -336,51 +319,61 @@ class Schedule:
 
     def point_again(self, unit: Unit) -> None:
         """After a unit's module ran and pointed its weights at copies of its own: they are what was loaded again."""
-        group = self._group_of.get(unit.index)
-        if group is not None:
+        if (group := self._group_of.get(unit.index)) is not None:
             group.point_again()
 
     def _switch(self, group: Group, unit: Unit) -> None:
-        self._release()
-        if len(self.record) == 1 and self.order.starts_another(unit.index):
-            self._take_order(unit.index)
-        self._remaining = self._course.enter(group) or self._diverge(group)
+        # Nothing is loaded into the slots that get free before it is known where the pass goes on.
+        has_room = self._let_go()
+        self._remaining = self._course.enter(group)
+        if not self._remaining or (len(self.record) == 1 and unit.index != self._way.first):
+            self._diverge(group)
+            has_room = True
+        is_new = group.state is not GroupState.READY
         if self.tape is not None:
             self.tape.before(group.name, group.size, not group.resident)
-        if group.state is GroupState.READY:
-            self._current = group
-            return
         if group.state is GroupState.HOST:
             self._load_now(group, unit.index)
-        else:
+        elif is_new:
             self.counters.hits += 1
         self._current = group
         group.wait_onload()
-        if self.tape is not None:
+        if self.tape is not None and is_new:
             self.tape.start()
-        if self._course.horizon <= self._course.position:
+        if has_room or (is_new and self._course.horizon <= self._course.position):
             self.pump()
 
     def _release(self) -> None:
+        if self._let_go():
+            self.pump()
+
+    def _let_go(self) -> bool:
+        """Gives the slots of the group in use back. Returns whether there are any."""
         group, self._current = self._current, None
         if group is not None and self.tape is not None:
             self.tape.stop()
         if group is not None and not group.resident:
             group.offload(self.ring)
-            self.pump()
+            return True
+        return False
 
-    def _take_order(self, first: int) -> None:
-        """Another way through the component begins (a VAE's decode after its encode): follow that one's order."""
-        self.drop_prefetched()
-        self.order.take(first)
-        self._expect(self.order.uses)
+    def _diverge(self, group: Group) -> None:
+        """A group is used that isn't expected now: follows the course that began like this, if one is known."""
+        course = self.order.matching(self.record)
+        if course is not None:
+            self._way = self._ways.of(course)
+            position, self._remaining = self._way.place(len(self.record))
+            self._keep(self._course.follow(self._way.uses, position) | {group})
+        elif not self._remaining:
+            self._remaining, skipped = self._course.diverge(group)
+            self._keep(set(self.groups) - set(skipped))
 
-    def _diverge(self, group: Group) -> int:
-        remaining, skipped = self._course.diverge(group)
-        for each in skipped:
-            if not each.resident and each.state is GroupState.LOADING:
-                self._drop(each)
-        return remaining
+    def _keep(self, kept: set[Group]) -> bool:
+        """Drops all other streamed groups that are on their way. Returns whether there were any."""
+        others = [g for g in self.groups if g.state is GroupState.LOADING and not g.resident and g not in kept]
+        for group in others:
+            self._drop(group)
+        return bool(others)
 
     def _load_now(self, group: Group, index: int) -> None:
         self.counters.misses += 1
@@ -393,16 +386,21 @@ class Schedule:
             if not self.make_slots(self):
                 # Larger than the ring (its weights were replaced by larger ones): memory of its own, for this use.
                 group.start_onload(None)
-        self._course.reached()
+        self._course.reached(group)
 
     def pump(self) -> None:
         """Queues loads in the expected order while slots are free, then those of the pass that is predicted next."""
         if self._course.load(self.ring) and self.is_open:
-            successor = self.next_up(self)
-            if successor is self:
-                self._course.load_next(self.ring)
-            elif successor is not None:
-                successor.prefetch()
+            self._load_next()
+
+    def _load_next(self) -> None:
+        successor = self.next_up(self)
+        if successor is self and self.is_open:
+            self._course.load_next(self._ways.of(self.order.expected(self._way.course)).uses, self.ring)
+        elif successor is self:
+            self._course.load(self.ring)
+        elif successor is not None:
+            successor.prefetch()
 
     def prefetch(self, residents: bool = False) -> None:
         """Queues the first loads of a pass that hasn't begun; residents only once the component in use is done."""

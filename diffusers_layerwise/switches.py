@@ -6,7 +6,7 @@ Each function wraps one method: it gets the original, bound, then the pipeline a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from .errors import LayerwiseOffloadError
 from .handle import OffloadHandle, calling, handle_of
 from .locks import all_locked
 from .members import Members, governors
+from .reads import weights_read_by
+from .schedule import Schedule
 from .slots import modules_of, names_of
 
 Original = Callable[..., Any]
@@ -28,6 +30,9 @@ EDITORS = """
     fuse_qkv_projections unfuse_qkv_projections load_attn_procs enable_freeu disable_freeu add_adapter load_adapter
     set_adapter delete_adapter disable_adapters enable_adapters enable_lora_hotswap enable_layerwise_casting
 """.split()
+
+#: Methods of models that swap attention processors, which may have weights of their own or read those of their layers.
+SWAPPERS = ("set_attn_processor", "set_default_attn_processor")
 
 
 def governed(pipe: Any) -> dict[str, nn.Module]:
@@ -198,20 +203,34 @@ def _on_host(members: Iterable[Members]) -> Iterator[None]:
             runtime.release()
             runtime.transfer.finish()  # a group may have been on its way, and its host copy is written now
         schedules = [schedule for runtime in runtimes for schedule in runtime.schedules]
-        before = [_parts(schedule.component.module) for schedule in schedules]
-        try:
-            with patches.editing():
-                yield
-        finally:
-            for schedule, parts in zip(schedules, before, strict=True):
-                # What is taken out of a module (an adapter that is deleted), or grows in place (the table of an encoder
-                # that gets new tokens), is told to nobody.
-                schedule.is_stale = schedule.is_stale or parts != _parts(schedule.component.module)
+        with _noticing(schedules), patches.editing():
+            yield
 
 
-def _parts(module: nn.Module) -> list[tuple[int, int]]:
-    """The modules and parameters, with the elements of each."""
-    return [*((id(m), 0) for m in module.modules()), *((id(p), p.numel()) for p in module.parameters())]
+@contextlib.contextmanager
+def _noticing(schedules: Sequence[Schedule]) -> Iterator[None]:
+    """What is taken out of a module (an adapter that is deleted), or grows in place (the table of an encoder that gets
+    new tokens), is told to nobody: looks for it."""
+    before = [_parts(schedule.component.module) for schedule in schedules]
+    try:
+        yield
+    finally:
+        for schedule, parts in zip(schedules, before, strict=True):
+            schedule.is_stale = schedule.is_stale or parts != _parts(schedule.component.module)
+
+
+def _parts(module: nn.Module) -> list[object]:
+    """The modules and parameters, with the elements of each, and what attention processors read."""
+    read = [weights_read_by(getattr(part, "processor", None)) for part in module.modules()]
+    return [*map(id, module.modules()), *((id(p), p.numel()) for p in module.parameters()), *read]
+
+
+def swap(original: Original, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """`set_attn_processor()`: weights stay where they are, but a processor's own may come and go."""
+    found = governors([model])
+    schedules = [schedule for members in found.values() for schedule in members.runtime.schedules]
+    with all_locked({members.runtime for members in found.values()}), _noticing(schedules):
+        return original(*args, **kwargs)
 
 
 def wrap(kind: type) -> None:
@@ -231,6 +250,8 @@ def wrap_models(modules: Iterable[Any]) -> None:
         patches.wrap_method(kind, "enable_group_offload", refuse_model)
         for name in EDITORS:
             patches.wrap_method(kind, name, edit)
+        for name in SWAPPERS:
+            patches.wrap_method(kind, name, swap)
 
 
 def wrap_manager() -> None:

@@ -14,6 +14,8 @@ from .transfer import Ring, Transfer
 
 #: Passes whose times are measured: the first, which also shows the order, and the second, with prefetch at work.
 MEASURED_PASSES = 2
+#: Passes that are timed at most: those that skip layers don't count as measured.
+MOST_TRIES = 8
 #: Bytes read from files that tell how fast that is.
 ENOUGH_BYTES = 64 << 20
 
@@ -37,10 +39,12 @@ class Tuner:
         self._transfer = transfer
         self._timers: dict[Schedule, PassTimer] = {}
         self._count: dict[Schedule, int] = {}
+        self._tries: dict[Schedule, int] = {}
 
     def start(self, schedule: Schedule) -> None:
         """A pass begins: it is timed if the component hasn't been timed often enough, and recorded if none was yet."""
-        if schedule.groups and self._count.get(schedule, 0) < MEASURED_PASSES:
+        count, tries = self._count.get(schedule, 0), self._tries.get(schedule, 0)
+        if schedule.groups and count < MEASURED_PASSES and tries < MOST_TRIES:
             schedule.timer = PassTimer(self._transfer)
         self.tapes.start(schedule)
 
@@ -48,7 +52,11 @@ class Tuner:
         """A pass has ended; its marks are read once they are past."""
         timer, schedule.timer = schedule.timer, None
         self.tapes.end(schedule, is_plain=timer is None)
-        if timer is not None and schedule.record:
+        if timer is None or not schedule.record:
+            return
+        self._tries[schedule] = self._tries.get(schedule, 0) + 1
+        if schedule.record == schedule.order.uses:
+            # Plans are made for whole passes: one that skips layers is no measure of them.
             self._timers[schedule] = timer
             self._count[schedule] = self._count.get(schedule, 0) + 1
 
@@ -84,6 +92,7 @@ class Tuner:
         """A component is gone, or has changed its structure: it is timed anew."""
         self._timers.pop(schedule, None)
         self._count.pop(schedule, None)
+        self._tries.pop(schedule, None)
         self.tapes.forget(schedule)
 
     def measure_link(self, schedule: Schedule, ring: Ring | None) -> None:

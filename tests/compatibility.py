@@ -26,6 +26,8 @@ TABLES = {
     "Device maps": "accelerate's maps as residency plans, on two devices, the host and disk; given back afterwards.",
     "LoRA and adapters": "Sixteen changes one after the other (load, mix, hot-swap, fuse, unfuse, delete, unload ...) "
     "with two calls after each, or a change after each step of one call. *before* and *after* enabling.",
+    "Caches and switches of models": "Against the resident pipeline with the same cache or switch, two calls each. "
+    "*Before ours*: put on before layerwise offload was enabled. What can be taken off again was, in both orders.",
     "Quantised weights": "Against the same quantised component as a resident one on the same device. *sim*: the "
     "simulated device; *cpu*: the CPU as the execution device, for kernels that the simulated one doesn't have.",
     "Training": "Gradients and train mode on a component that streams.",

@@ -27,8 +27,8 @@ KEYS = """
 """.split()
 COMPONENT_KEYS = """
     name choice weights groups resident_groups streamed_groups resident_bytes streamed_bytes fixed_bytes peak_predicted
-    peak_seen moved_bytes host_tier host_bytes pinned_bytes disk_bytes passes hits misses dropped stall step_predicted
-    step_measured activation_peak gathered_bytes read_bytes read_predicted notes
+    peak_seen moved_bytes host_tier host_bytes pinned_bytes disk_bytes passes hits misses dropped skipped_loads
+    skipped_bytes stall step_predicted step_measured activation_peak gathered_bytes read_bytes read_predicted notes
 """.split()
 
 

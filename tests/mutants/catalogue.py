@@ -163,23 +163,40 @@ MUTANTS = [
         "        if False:\n",
     ),
     Mutant(
+        "groups that a known course skips keep their slots",
+        "schedule.py",
+        "        for group in others:\n            self._drop(group)\n",
+        "",
+    ),
+    Mutant(
+        "a pass that skips layers takes the place of the whole one",
+        "order.py",
+        "        whole = course if fresh else self.whole(course) or course\n",
+        "        whole = course\n",
+    ),
+    Mutant(
+        "a pass that skips layers is measured like a whole one",
+        "fitting.py",
+        "        if schedule.skips_layers():\n",
+        "        if False:\n",
+    ),
+    Mutant(
         "a group used twice in a pass is not loaded again for its second use",
         "course.py",
-        "            elif not group.resident and not wrapped:\n",
+        "            elif not group.resident:\n",
         "            elif False:\n",
     ),
     Mutant(
         "the pass does not wrap round to its first groups",
         "schedule.py",
-        "            if successor is self:\n",
-        "            if False:\n",
+        "        if successor is self and self.is_open:\n",
+        "        if False:\n",
     ),
     Mutant(
         "prefetch stops at the group in use",
         "course.py",
-        "            self.position = position + 1\n            return expected[position][1]\n",
-        "            self.position, self.horizon = position + 1, len(expected)\n"
-        "            return expected[position][1]\n",
+        "            self.horizon = max(self.horizon, self.position)\n            return expected[position][1]\n",
+        "            self.horizon = len(expected)\n            return expected[position][1]\n",
     ),
     Mutant(
         "skipped groups keep their slots",
@@ -190,8 +207,8 @@ MUTANTS = [
     Mutant(
         "the order is never relearned",
         "order.py",
-        "            return Learned.ORDER\n",
-        "            return Learned.NOTHING\n",
+        "        self._history.append(number)\n",
+        "",
     ),
     Mutant(
         "a pass on another stream is not ordered behind what was loaded",

@@ -29,6 +29,7 @@ TESTS = [
     "tests/test_engine_edits.py",
     "tests/test_engine_weights.py",
     "tests/test_engine.py",
+    "tests/test_skipped_layers.py",
     "tests/test_devices.py",
     "tests/test_interrupts.py",
     "tests/test_lora.py::test_adapters_change_between_steps[sd15-memory-resident]",
