@@ -133,8 +133,8 @@ def file_mappings() -> list[FileMapping]:
     found = []
     for line in lines:
         parts = line.split(None, 5)
-        if len(parts) < 6 or parts[1][3:4] != b"p" or parts[4] == b"0":
-            continue
+        if len(parts) < 6 or parts[1][3:4] != b"p" or parts[4] == b"0" or parts[5].startswith(b"/memfd:"):
+            continue  # files that exist in memory only are memory
         start, stop = (int(number, 16) for number in parts[0].split(b"-"))
         major, minor = (int(number, 16) for number in parts[3].split(b":"))
         path = os.fsdecode(parts[5].replace(b"\\012", b"\n"))
