@@ -157,7 +157,7 @@ def checked(
     adapters: Adapters | None = None,
 ) -> Component:
     """A component, or an error that says why it can't be streamed."""
-    ranks.refuse_wrapped(name, module.named_modules())
+    ranks.refuse_wrapped(name, module, module.named_modules())
     component = discover(module, name, on_meta, residence, adapters)
     if residence is not None:
         mapping.refuse_split_units(component, residence)

@@ -70,6 +70,10 @@ class Source:
         found = os.fstat(self.fd)
         return found.st_size, found.st_mtime_ns
 
+    def remember(self) -> None:
+        """Takes the file as it is now for what it should be: who opened it has written it."""
+        self._stamp = self._now()
+
     def check(self) -> None:
         """Raises when the file was written to since it was opened.
 

@@ -48,7 +48,7 @@ class RootHook(ModelHook):  # type: ignore[misc]
         """Begins a pass and moves the inputs, once, here; blocks get them where they are."""
         refuse_training(self.schedule, args, kwargs)
         if is_initialized():
-            refuse_wrapped(self.schedule.name, self.parts)  # sharded since: nothing else tells
+            refuse_wrapped(self.schedule.name, module, self.parts)  # sharded since: nothing else tells
         self.runtime.fitting.see(self.schedule, (args, kwargs))
         self.runtime.begin_pass(self.schedule)
         # A VAE's `encode` and `decode` come here without their inputs, which the first unit then moves.

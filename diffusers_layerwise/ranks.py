@@ -5,6 +5,7 @@ Classes are told by name: `torch.distributed` and its wrappers are large to impo
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -45,15 +46,26 @@ def has_peers() -> bool:
 
 def is_sharded_by_itself(module: nn.Module) -> bool:
     """Whether a module's weights are kept in shards by FSDP, which gathers them for each use and moves them itself."""
-    return any(_wrapper(part) in _SHARDERS for part in module.modules())
+    return any(_wrapper(part) in _SHARDERS for part in module.modules()) or _outer_sharder(module) is not None
 
 
-def refuse_wrapped(name: str, parts: Iterable[tuple[str, nn.Module]]) -> None:
+def _outer_sharder(module: nn.Module) -> nn.Module | None:
+    """The module under FSDP that this one is a part of, and whose shards it therefore is."""
+    states = sys.modules.get("torch.distributed._composable_state")
+    sharded: list[nn.Module] = list(getattr(states, "_module_state_mapping", ()))
+    for outer in sharded:
+        if outer is not module and _wrapper(outer) in _SHARDERS and any(part is module for part in outer.modules()):
+            return outer
+    return None
+
+
+def refuse_wrapped(name: str, module: nn.Module, parts: Iterable[tuple[str, nn.Module]]) -> None:
     """Raises where a component is wrapped for several ranks or devices such that its weights can't stream.
 
     Args:
         name (`str`): The component.
-        parts (`Iterable`): Its modules with their paths, as `named_modules()` gives them.
+        module (`nn.Module`): Its module.
+        parts (`Iterable`): All modules in it with their paths, as `named_modules()` gives them.
 
     Raises:
         LayerwiseOffloadError: FSDP puts gathered weights in the place of its shards for each use; data parallel
@@ -61,20 +73,25 @@ def refuse_wrapped(name: str, parts: Iterable[tuple[str, nn.Module]]) -> None:
     """
     for path, part in parts:
         wrapper = _wrapper(part)
-        if not wrapper:
-            continue
         where = f"{name}.{path}" if path else name
         if wrapper in _SHARDERS:
+            raise _sharded(name, f"{where} is under {_SHARDERS[wrapper]}")
+        if wrapper:
             raise LayerwiseOffloadError(
-                f"{name!r} can't be streamed: {where} is under {_SHARDERS[wrapper]}, which puts gathered weights in "
-                f"the place of its shards while it runs. It can keep them on the host by itself, with "
-                f"fully_shard(..., offload_policy=CPUOffloadPolicy()); leave {name!r} out then: "
-                f"components=['all', '!{name}']. To stream it instead, load it anew without that."
+                f"{name!r} can't be streamed: {where} is wrapped in {_REPLICATORS[wrapper]}, which is made for "
+                f"training and keeps hold of all weights. Use the module inside it ({where}.module)."
             )
-        raise LayerwiseOffloadError(
-            f"{name!r} can't be streamed: {where} is wrapped in {_REPLICATORS[wrapper]}, which is made for training "
-            f"and keeps hold of all weights. Use the module inside it ({where}.module)."
-        )
+    outer = _outer_sharder(module)
+    if outer is not None:
+        raise _sharded(name, f"it is a part of a {type(outer).__name__}, which is under {_SHARDERS[_wrapper(outer)]}")
+
+
+def _sharded(name: str, what: str) -> LayerwiseOffloadError:
+    return LayerwiseOffloadError(
+        f"{name!r} can't be streamed: {what}. That puts gathered weights in the place of its shards while it runs. It "
+        f"can keep these on the host by itself, with fully_shard(..., offload_policy=CPUOffloadPolicy()): leave "
+        f"{name!r} out then, as in components=['all', '!{name}']. To stream it, load it anew without FSDP."
+    )
 
 
 def refuse_meshes(name: str, weights: Iterable[tuple[str, Any]], device: torch.device) -> None:

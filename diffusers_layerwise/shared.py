@@ -8,6 +8,7 @@ The file goes with the last map of it, also after a crash: it has no name.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import itertools
@@ -86,7 +87,14 @@ def share(component: Component, table: SourceTable) -> tuple[int, str | None]:
     except (OSError, RuntimeError) as error:
         # A host without room for the copy, or a rank that went away: what was pointed at it so far is complete.
         return sum(e.nbytes for e in extents if not _is_taken(e, table)), str(error)
+    _return_freed()
     return sum(e.nbytes for e in extents) - taken, None
+
+
+def _return_freed() -> None:
+    """Has the C library give back what was freed: it keeps blocks of less than 32 MiB, which most weights are."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _places(extents: Sequence[Extent]) -> tuple[list[int], int]:
@@ -212,6 +220,7 @@ def _write(extents: Sequence[Extent], places: Sequence[int], offer: _Offer, tabl
             _write_all(offer.fd, extent.source, place)
             _point(extent, buffer, place, source, table)
         offer.seal(source)
+        source.remember()
     except BaseException:
         offer.withdraw()
         raise

@@ -5,6 +5,7 @@ Each case returns plain values, which `run` gathers by case and rank; one that r
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import gc
 import json
@@ -264,6 +265,8 @@ def fsdp(folder: Path) -> Found:
     errors = {k: error_of(lambda m=m: apply_layerwise_offload(m, onload_device="cpu")) for k, m in wrapped.items()}
     with torch.no_grad():
         works = {name: torch.equal(module(x), expected) for name, module in wrapped.items()}
+    inside = wrapped["fsdp2"].blocks[2].lin
+    errors["a part"] = error_of(lambda: apply_layerwise_offload(inside, onload_device="cpu"))
     touched = {name: hooked(module) for name, module in wrapped.items()}
     late = models.make(models.Chain)
     handle = apply_layerwise_offload(late, "memory", onload_device="cpu")
@@ -311,6 +314,7 @@ WEIGHTS = DEPTH * WIDTH * (WIDTH + 1) * 4
 def memory_now() -> dict[str, int]:
     """Bytes that this process uses: shared pages in parts (`pss`) or wholly (`rss`), and what is only its own."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     lines = [line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]]
     found = {name.rstrip(":"): int(count) * 1024 for name, count, *_ in lines}
     private = found["Private_Clean"] + found["Private_Dirty"]

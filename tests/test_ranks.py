@@ -4,8 +4,12 @@ of one host can share one copy of the same weights. What each rank does is in `r
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,7 +20,8 @@ from torch import nn
 
 import models
 import rank_cases
-from diffusers_layerwise import LayerwiseOffloadError, apply_layerwise_offload
+from diffusers_layerwise import LayerwiseOffloadError, apply_layerwise_offload, shared
+from diffusers_layerwise.discovery import discover
 from rank_cases import WEIGHTS, Found
 
 pytestmark = pytest.mark.skipif(
@@ -81,8 +86,9 @@ def test_a_module_may_be_parallelised_after_layerwise_offload(parallel: Results)
         ("fsdp2", "'FSDPChain' can't be streamed: FSDPChain is under fully_shard() (FSDP2)"),
         ("fsdp2 inside", "'Chain' can't be streamed: Chain.blocks.1 is under fully_shard() (FSDP2)"),
         ("fsdp1", "is under FullyShardedDataParallel (FSDP1)"),
+        ("a part", "'Linear' can't be streamed: it is a part of a FSDP"),
         ("ddp", "is wrapped in DistributedDataParallel"),
-        ("late", "'Chain' can't be streamed: Chain.blocks.0 is under fully_shard() (FSDP2)"),
+        ("late", "'Chain' can't be streamed: Chain is under fully_shard() (FSDP2)"),
     ],
 )
 def test_what_gathers_weights_itself_is_refused_by_name(name: str, says: str, parallel: Results) -> None:
@@ -124,8 +130,8 @@ def test_ranks_hold_one_copy_of_the_same_weights(name: str, sharing: Results) ->
     world = len(sharing[name])
     ring = 2 / rank_cases.DEPTH
     assert total(sharing["own_copies"], "taken") > 0.9 * world
-    assert total(sharing[name], "taken") < 1.1 + world * (ring + 0.1)
-    assert total(sharing[name], "kept") < 1.1 + world * 0.1
+    assert total(sharing[name], "taken") < 1.1 + world * (ring + 0.15)
+    assert total(sharing[name], "kept") < 1.1 + world * 0.15
     for found in sharing[name]:
         assert found["equal"] == [True] * 4
         assert found["same objects"]
@@ -177,6 +183,108 @@ def test_sharing_needs_a_process_group() -> None:
     with pytest.raises(LayerwiseOffloadError, match=r"config\.host='shared' for 'Chain'.*init_process_group"):
         apply_layerwise_offload(module, onload_device="cpu", config={"host": "shared"})
     assert not rank_cases.hooked(module)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Any]:
+    """A group of one rank; gives its store."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+
+
+def extents_of(module: nn.Module) -> list[Any]:
+    return [extent for unit in discover(module, "chain").units for extent in unit.extents]
+
+
+@pytest.mark.parametrize("fate", ["died", "withdrawn", "closed", "writable", "shorter"])
+def test_a_copy_that_can_not_be_had_is_made_anew(fate: str, alone: Any) -> None:
+    """Whoever was to write it is gone, has given up, has closed it, or has left something else under its number."""
+    meeting = shared._Rendezvous("chain", extents_of(models.make(models.Chain)))
+    mine = f"{os.getpid()} {shared._started(os.getpid())} x"
+    alone.compare_set(f"{meeting._key}/0", "", "4194305 1 x" if fate == "died" else mine)
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 2048 if fate == "shorter" else 4096)
+    if fate == "shorter":
+        fcntl.fcntl(fd, shared._ADD_SEALS, shared._SEALS)
+    inode = os.fstat(fd).st_ino
+    if fate == "closed":
+        os.close(fd)
+    if fate != "died":
+        alone.set(f"{meeting._key}/0/copy", "" if fate == "withdrawn" else f"{os.getpid()} {fd} {inode}")
+    found = meeting.meet(4096)
+    assert isinstance(found, shared._Offer)
+    assert found.key == f"{meeting._key}/1/copy"
+    found.close()
+    if fate != "closed":
+        os.close(fd)
+
+
+def test_a_copy_can_not_be_written_to(alone: Any) -> None:
+    module = models.make(models.Chain)
+    apply_layerwise_offload(module, "memory", onload_device="cpu", config={"host": "shared"})
+    key = shared._Rendezvous("Chain", extents_of(models.make(models.Chain)))._key
+    process, fd, _ = alone.get(f"{key}/0/copy").decode().split()
+    with pytest.raises(OSError, match="not permitted"):
+        os.write(os.open(f"/proc/{process}/fd/{fd}", os.O_RDWR), b"x")
+
+
+def test_a_host_without_room_for_the_copy_keeps_its_own(alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Part of it was written by then; the note says why there is none."""
+    module, x = models.make(models.Chain), models.numbers(2, models.WIDTH)
+    write, calls = os.pwrite, []
+
+    def full(fd: int, data: Any, place: int) -> int:
+        calls.append(place)
+        if len(calls) > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data, place)
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with torch.no_grad():
+        expected = module(x)
+        handle = apply_layerwise_offload(module, "memory", onload_device="cpu", config={"host": "shared"})
+        for _ in range(3):
+            assert torch.equal(module(x), expected)
+    (note,) = handle.report().components[0].notes
+    assert "No space left" in note
+    handle.remove()
+    with torch.no_grad():
+        assert torch.equal(module(x), expected)
+
+
+def test_shared_weights_are_memory_to_a_later_offload(alone: Any) -> None:
+    """The map of a file without a name isn't taken for one of a checkpoint."""
+    module, x = models.make(models.Chain), models.numbers(2, models.WIDTH)
+    with torch.no_grad():
+        expected = module(x)
+        for host in ("shared", "pageable", "shared", None):
+            handle = apply_layerwise_offload(module, "memory", onload_device="cpu", config={"host": host})
+            for _ in range(3):
+                assert torch.equal(module(x), expected)
+            assert set(handle.report().components[0].host_bytes) == {host or "pageable"}
+            handle.remove()
+        with pytest.raises(LayerwiseOffloadError, match="none of its weights is in a checkpoint file"):
+            apply_layerwise_offload(module, "memory", onload_device="cpu", config={"host": "file"})
+
+
+@pytest.mark.parametrize("mode", ["memory", "auto"])
+def test_shared_weights_stream_to_an_accelerator(mode: str, alone: Any, sim: ModuleType) -> None:
+    resident = models.make(models.MlpStack).to("sim")
+    module, x = models.make(models.MlpStack), models.numbers(4, models.WIDTH)
+    size = sum(p.numel() * p.element_size() for p in module.parameters())
+    budget = None if mode == "memory" else size * 2 // 3
+    config = {"host": "shared"}
+    handle = apply_layerwise_offload(module, mode, onload_device="sim", memory_budget=budget, config=config)
+    with torch.no_grad():
+        for step in range(5):
+            if step == 3:
+                for each in (module, resident):
+                    each.blocks[2].up.weight.mul_(2)
+                    each.blocks[4].down.bias.data.add_(1)
+            assert torch.equal(module(x).cpu(), resident(x.to("sim")).cpu())
+    assert handle.report().components[0].host_tier == "shared"
+    assert handle.report().components[0].streamed_bytes > 0
 
 
 # ---------------------------------------------------------------------- shards on the simulated device
