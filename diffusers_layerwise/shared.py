@@ -215,12 +215,14 @@ def _write(extents: Sequence[Extent], places: Sequence[int], offer: _Offer, tabl
     """Writes the copy, and lets go of each weight's own memory as soon as it is written."""
     try:
         source = Source(offer.path)
-        _, buffer = _map(source)
-        for extent, place in zip(extents, places, strict=True):
-            _write_all(offer.fd, extent.source, place)
-            _point(extent, buffer, place, source, table)
+        try:
+            _, buffer = _map(source)
+            for extent, place in zip(extents, places, strict=True):
+                _write_all(offer.fd, extent.source, place)
+                _point(extent, buffer, place, source, table)
+        finally:
+            source.remember()  # what is written is in use, also where the rest found no room
         offer.seal(source)
-        source.remember()
     except BaseException:
         offer.withdraw()
         raise

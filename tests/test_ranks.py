@@ -371,18 +371,30 @@ def test_a_shard_on_a_mesh_of_another_kind_of_device_is_refused_by_name(group: N
 
 
 def test_an_edit_of_a_shard_while_it_is_loaded_is_kept(group: None, sim: ModuleType) -> None:
-    """Only the counter of the whole tensor tells it."""
+    """In use, or with its copy on the way: only the counter of the whole tensor tells it."""
+    sim.configure(mode="poison")  # lists the write under the copy, which is repeated, and shows NaN to whoever reads it
     resident, streamed = columns("sim"), columns("sim")
     apply_layerwise_offload(streamed, "memory", onload_device="sim")
     x = models.numbers(4, models.WIDTH)
-    for module in (resident, streamed):
-        module.blocks[1].lin.register_forward_hook(lambda m, *_: m.weight.add_(0.25))
-        module.blocks[2].lin.register_forward_hook(lambda *_, m=module: m.blocks[3].lin.weight.mul_(1.5))
+
+    def edit(module: nn.Module) -> None:
+        def used(layer: Any, *_: object) -> None:
+            layer.weight.add_(0.25)
+
+        def on_its_way(*_: object) -> None:
+            module.blocks[3].lin.weight.mul_(1.5)
+
+        module.blocks[1].lin.register_forward_hook(used)
+        module.blocks[2].lin.register_forward_hook(on_its_way)
+
+    edit(resident)
+    edit(streamed)
     with torch.no_grad():
         for _ in range(4):
             assert torch.equal(streamed(x).cpu(), resident(x.to("sim")).cpu())
     pairs = zip(streamed.parameters(), resident.parameters(), strict=True)
     assert all(torch.equal(a._local_tensor.cpu(), b._local_tensor.cpu()) for a, b in pairs)
+    sim.reset()
 
 
 def test_a_forward_beside_other_ranks_is_not_repeated(group: None, sim: ModuleType) -> None:
