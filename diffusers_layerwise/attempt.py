@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from . import platform
+from .ranks import has_peers
 
 #: Arguments that can't be changed in place.
 _CONSTANT = (
@@ -95,10 +96,11 @@ class Attempt:
         """Whether the forward, cut short, would give the same result if it were called again.
 
         Not in training (a running mean may have moved), nor with hooks of diffusers', which may count steps and keep
-        what an earlier one computed.
+        what an earlier one computed, nor beside other ranks: they would wait for what is exchanged once, not twice.
         """
         return (
             not self.module.training
+            and not has_peers()
             and self._arguments.is_unchanged()
             and not any("_diffusers_hook" in vars(part) for part in self.module.modules())
         )

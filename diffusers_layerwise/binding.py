@@ -42,10 +42,11 @@ class Binding:
         self.entries = [e for unit in self.units for extent in unit.extents for e in extent.entries]
         self._tensors = [entry.tensor for entry in self.entries]
         self._hosts = [entry.host for entry in self.entries]
-        self._versions = [tensor._version for tensor in self._tensors]
         self._watch = [(entry.reader(), entry.tensor, entry.host.data_ptr()) for entry in self.entries]
         outer = {id(entry.outer): entry for entry in self.entries if entry.outer is not None}
+        self._outers = [entry.outer for entry in outer.values() if entry.outer is not None]
         self._watch_outer = [(_outer_reader(entry), entry.outer) for entry in outer.values()]
+        self._versions = self._read_versions()
         self._shells = [shell for entry in outer.values() for shell in shells_of(entry.outer)]
         self._homes = twins(self._shells, {id(e.tensor): e.tensor for e in self.entries}) if self._shells else []
         pose(self._shells, self._homes)
@@ -143,11 +144,22 @@ class Binding:
     # ------------------------------------------------------------------ edits
     def snapshot(self) -> None:
         """Remembers the tensors' version counters: what is copied now is of these versions."""
-        self._versions = [tensor._version for tensor in self._tensors]
+        self._versions = self._read_versions()
+
+    def _read_versions(self) -> list[int]:
+        """The tensors' version counters, then those of the shells: an edit of a shell leaves its inner ones alone."""
+        versions = [tensor._version for tensor in self._tensors]
+        if self._watch_outer:
+            versions += [outer._version for outer in self._outers if not outer.is_inference()]
+        return versions
 
     def is_touched(self) -> bool:
         """Whether a tensor was edited in place since the snapshot."""
-        return [tensor._version for tensor in self._tensors] != self._versions
+        return self._read_versions() != self._versions
+
+    def _is_outer_touched(self) -> bool:
+        count = len(self._tensors)
+        return bool(self._watch_outer) and self._read_versions()[count:] != self._versions[count:]
 
     def is_replaced(self) -> bool:
         """Whether the module holds another object than the one that is bound."""
@@ -183,10 +195,12 @@ class Binding:
         The only device-to-host copies of weights there are.
         """
         moved: set[int] = set()
+        is_outer_touched = self._is_outer_touched()
         for position, (entry, view) in enumerate(zip(self.entries, self.views(lease), strict=True)):
             tensor = entry.tensor
             is_moved = tensor.data_ptr() != view.data_ptr()
-            if tensor._version == self._versions[position] and not is_moved and not everything:
+            is_edited = tensor._version != self._versions[position] or (is_outer_touched and entry.outer is not None)
+            if not (is_edited or is_moved or everything):
                 continue
             with plain_tensors():
                 new = plain_data(tensor)

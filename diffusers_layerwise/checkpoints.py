@@ -61,6 +61,23 @@ def search(component: Component, checkpoint: str | None = None) -> Search:
     Memory that is a private view of a file is found by its address, as long as the file has its name. Other memory is
     looked for by name, type and shape in the files that the model says it was loaded from, or in `checkpoint`.
     """
+    findings, rest = _by_address(component)
+    folders = checkpoint_folders(component, checkpoint) if rest else []
+    layouts = _Layouts(folders)
+    by_name = [found for extent in rest for found in _named(extent, layouts)]
+    known = {id(finding.extent) for finding in by_name}
+    missing = sum(extent.nbytes for extent in rest if id(extent) not in known)
+    return Search(findings + by_name, missing, folders)
+
+
+def mapped(component: Component) -> Search:
+    """Finds the units that are views of files already."""
+    findings, rest = _by_address(component)
+    return Search(findings, sum(extent.nbytes for extent in rest), [])
+
+
+def _by_address(component: Component) -> tuple[list[Finding], list[Extent]]:
+    """The extents whose memory is a private view of a file, and the others."""
     mappings = file_mappings()
     starts = [mapping.start for mapping in mappings]
     findings: list[Finding] = []
@@ -73,12 +90,7 @@ def search(component: Component, checkpoint: str | None = None) -> Search:
             findings.append(Finding(extent, mapping.path, mapping.offset + pointer - mapping.start, mapping))
         else:
             rest.append(extent)
-    folders = checkpoint_folders(component, checkpoint) if rest else []
-    layouts = _Layouts(folders)
-    by_name = [found for extent in rest for found in _named(extent, layouts)]
-    known = {id(finding.extent) for finding in by_name}
-    missing = sum(extent.nbytes for extent in rest if id(extent) not in known)
-    return Search(findings + by_name, missing, folders)
+    return findings, rest
 
 
 def _is_there(mapping: FileMapping) -> bool:

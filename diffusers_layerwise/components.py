@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import mapping, platform, progress
+from . import mapping, platform, progress, ranks
 from .casting import casts
 from .config import Adapters, LayerwiseOffloadConfig
 from .discovery import Component, discover
@@ -65,12 +65,15 @@ def find_wanted(
     for name, module in modules.items():
         choice, config, exact = chosen.get(name, (Choice.OFFLOAD, options, False))
         if choice is Choice.SKIP:
-            if not is_dispatched(module):
+            if not is_dispatched(module) and not ranks.is_sharded_by_itself(module):
                 _check_skipped(name, module, device)
             continue
         if id(module) in seen or (not exact and next(module.parameters(), None) is None):
             continue
         seen.add(id(module))
+        if not exact and ranks.is_sharded_by_itself(module):
+            notes.append(f"{name}: left alone: FSDP shards it, and moves its shards itself")
+            continue
         away = mapping.runs_elsewhere(module, device)
         if away is not None:
             if exact:
@@ -153,6 +156,7 @@ def checked(
     adapters: Adapters | None = None,
 ) -> Component:
     """A component, or an error that says why it can't be streamed."""
+    ranks.refuse_wrapped(name, module, module.named_modules())
     component = discover(module, name, on_meta, residence, adapters)
     if residence is not None:
         mapping.refuse_split_units(component, residence)
@@ -183,6 +187,8 @@ def refuse_unmovable(component: Component, device: torch.device) -> None:
             f"each pass. Load it anew and use enable_layerwise_casting() with a skip_modules_pattern: that converts "
             f"layer by layer."
         )
+    held = ((entry.name.removesuffix(entry.path), entry.held) for entry in component.entries() if entry.path)
+    ranks.refuse_meshes(component.name, held, device)
     _refuse_layouts(component, device)
 
 

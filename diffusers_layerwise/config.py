@@ -55,16 +55,18 @@ class HostTier(str, enum.Enum):
     host.
     `MAPPED`: the checkpoint's files, through their memory map and the system's page cache; takes no memory of its own.
     `FILE`: the checkpoint's files, read anew for each load past the page cache; takes no memory but for staging.
+    `SHARED`: one copy for all ranks of a process group that are on this host and have the same weights.
     """
 
     PINNED = "pinned"
     PAGEABLE = "pageable"
     MAPPED = "mapped"
     FILE = "file"
+    SHARED = "shared"
 
     @property
     def takes_memory(self) -> bool:
-        """Whether weights in this tier are held in host memory."""
+        """Whether weights in this tier are held in host memory of this process's own."""
         return self in (HostTier.PINNED, HostTier.PAGEABLE)
 
 

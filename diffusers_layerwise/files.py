@@ -70,6 +70,10 @@ class Source:
         found = os.fstat(self.fd)
         return found.st_size, found.st_mtime_ns
 
+    def remember(self) -> None:
+        """Takes the file as it is now for what it should be: who opened it has written it."""
+        self._stamp = self._now()
+
     def check(self) -> None:
         """Raises when the file was written to since it was opened.
 
@@ -133,8 +137,8 @@ def file_mappings() -> list[FileMapping]:
     found = []
     for line in lines:
         parts = line.split(None, 5)
-        if len(parts) < 6 or parts[1][3:4] != b"p" or parts[4] == b"0":
-            continue
+        if len(parts) < 6 or parts[1][3:4] != b"p" or parts[4] == b"0" or parts[5].startswith(b"/memfd:"):
+            continue  # files that exist in memory only are memory
         start, stop = (int(number, 16) for number in parts[0].split(b"-"))
         major, minor = (int(number, 16) for number in parts[3].split(b":"))
         path = os.fsdecode(parts[5].replace(b"\\012", b"\n"))

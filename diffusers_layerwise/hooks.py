@@ -16,6 +16,7 @@ from .copies import forget_copyable, make_copyable
 from .discovery import Component, Unit
 from .errors import LayerwiseOffloadError, is_named
 from .inputs import move_inputs, requires_grad
+from .ranks import is_initialized, refuse_wrapped
 from .runtime import Runtime
 from .schedule import Schedule
 from .watch import unwatch, watch
@@ -41,10 +42,13 @@ class RootHook(ModelHook):  # type: ignore[misc]
         """Finds the units that the root itself triggers: a component may be a single module."""
         component = self.schedule.component
         self.units = [unit for unit in component.units if component.module in unit.triggers]
+        self.parts = list(component.module.named_modules())
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Begins a pass and moves the inputs, once, here; blocks get them where they are."""
         refuse_training(self.schedule, args, kwargs)
+        if is_initialized():
+            refuse_wrapped(self.schedule.name, module, self.parts)  # sharded since: nothing else tells
         self.runtime.fitting.see(self.schedule, (args, kwargs))
         self.runtime.begin_pass(self.schedule)
         # A VAE's `encode` and `decode` come here without their inputs, which the first unit then moves.

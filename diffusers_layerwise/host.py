@@ -260,9 +260,13 @@ class HostStore:
 
 def move_extent(extent: Extent, buffer: torch.Tensor, offset: int) -> None:
     """Copies an extent's bytes to `buffer` at `offset` and makes its entries' host copies views of them."""
-    target = buffer.narrow(0, offset, extent.nbytes)
-    target.copy_(extent.source)
-    extent.source = target
+    buffer.narrow(0, offset, extent.nbytes).copy_(extent.source)
+    repoint(extent, buffer, offset)
+
+
+def repoint(extent: Extent, buffer: torch.Tensor, offset: int) -> None:
+    """Makes an extent's host copies views of `buffer` at `offset`, which has the same bytes."""
+    extent.source = buffer.narrow(0, offset, extent.nbytes)
     for entry, inner in zip(extent.entries, extent.offsets, strict=True):
         entry.host = view_like(buffer, offset + inner, entry.host)
         entry.tensor.data = entry.host

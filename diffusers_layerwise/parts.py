@@ -1,8 +1,9 @@
-"""The plain tensors that a parameter consists of: itself, or those inside a quantised one, found by probing.
+"""The plain tensors that a parameter consists of: itself, or those inside a quantised or sharded one, by probing.
 
-Two kinds of quantised parameters exist. A *shell* has no memory of its own and says by `__tensor_flatten__` which
-tensors it wraps (torchao, optimum-quanto). Others have memory, and further tensors hang on their attributes, or on
-attributes of their module (bitsandbytes; GGUF has none). What moves is always the memory of plain tensors.
+Two kinds of such parameters exist. A *shell* has no memory of its own and says by `__tensor_flatten__` which tensors it
+wraps (torchao, optimum-quanto; a DTensor, whose shard is one). Others have memory, and further tensors hang on their
+attributes, or on attributes of their module (bitsandbytes; GGUF has none). What moves is always the memory of plain
+tensors.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def is_shell(tensor: object) -> bool:
 
 
 def inner_names(shell: Any) -> list[str]:
-    """Attributes of a shell that hold its tensors."""
-    return list(shell.__tensor_flatten__()[0])
+    """Attributes of a shell that hold its tensors. What else it names (a DTensor its mesh) goes along as it is."""
+    return [name for name in shell.__tensor_flatten__()[0] if isinstance(getattr(shell, name), torch.Tensor)]
 
 
 def shells_of(tensor: Any) -> list[Any]:
@@ -150,8 +151,6 @@ def _why_not_shell(shell: Any) -> str | None:
     """A shell must be one that can be made anew around moved tensors: that is how it comes to say another device."""
     if shell.layout is not torch.strided:
         return f"has layout {shell.layout}"
-    if type(shell).__name__ == "DTensor":
-        return f"is {_full_name(shell)}'s, a part of a tensor that several processes share"
     try:
         twin = rebuilt(shell, {name: getattr(shell, name) for name in inner_names(shell)})
     except Exception as error:
@@ -168,9 +167,10 @@ def _full_name(tensor: object) -> str:
 # ---------------------------------------------------------------------- shells
 def rebuilt(shell: Any, inner: dict[str, Any]) -> Any:
     """A shell like this one around other inner tensors."""
-    _, context = shell.__tensor_flatten__()
+    names, context = shell.__tensor_flatten__()
+    known = {name: inner[name] if name in inner else getattr(shell, name) for name in names}
     with torch.inference_mode(False), torch.no_grad():
-        return type(shell).__tensor_unflatten__(inner, context, shell.size(), shell.stride())
+        return type(shell).__tensor_unflatten__(known, context, shell.size(), shell.stride())
 
 
 def twins(shells: Sequence[Any], moved: dict[int, torch.Tensor]) -> list[Any]:

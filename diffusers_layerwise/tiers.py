@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from . import checkpoints
+from . import checkpoints, shared
 from .config import HostTier, LayerwiseOffloadConfig, format_bytes
 from .discovery import Unit
 from .errors import LayerwiseOffloadError
@@ -62,6 +62,9 @@ class HostMemory:
         needed = 0
         for schedule in new:
             tier = schedule.config.host
+            if tier is HostTier.SHARED:
+                needed += self._check_shared(schedule)
+                continue
             is_read = tier is not None and not tier.takes_memory
             if not (is_read or explicit) or any(entry.host.is_meta for entry in schedule.component.entries()):
                 continue
@@ -84,6 +87,12 @@ class HostMemory:
                     f"{HOW_TO_LOAD}, or raise the budget."
                 )
 
+    def _check_shared(self, schedule: Schedule) -> int:
+        reason = shared.why_impossible()
+        if reason is not None:
+            raise LayerwiseOffloadError(f"config.host='shared' for {schedule.name!r}, but {reason}.")
+        return part_of_shared(schedule.component.streamable)
+
     # ------------------------------------------------------------------ deciding
     def open(self, schedule: Schedule) -> None:
         """Finds a component's weights in their files where its config asks for that; everything must be offloaded."""
@@ -94,7 +103,20 @@ class HostMemory:
             schedule.store.notes.append("read through the memory map, since this system doesn't tell what was edited")
             tier = HostTier.MAPPED
         schedule.store.tier = tier
-        self._open(schedule)
+        if tier is HostTier.SHARED:
+            self._share(schedule)
+        else:
+            self._open(schedule)
+
+    def _share(self, schedule: Schedule) -> None:
+        """What is a map of a checkpoint is shared already, by the page cache; the rest gets one copy for all ranks."""
+        store, component = schedule.store, schedule.component
+        found = checkpoints.mapped(component)
+        store.table, _ = checkpoints.take(component, found)
+        left, reason = shared.share(component, store.table)
+        if left:
+            why = f", because there is no shared copy: {reason}" if reason is not None else ""
+            store.notes.append(f"{format_bytes(left)} of weights are this rank's own and stay in its host memory{why}")
 
     def _open(self, schedule: Schedule) -> None:
         store = schedule.store
@@ -171,12 +193,19 @@ class HostMemory:
 
     # ------------------------------------------------------------------ counting
     def count(self, schedules: Iterable[Schedule]) -> int:
-        """Bytes of host memory that weights and staging take now; remembers the peak."""
-        found = staging_bytes() + sum(
-            count for each in schedules for tier, count in held(each).items() if HostTier(tier).takes_memory
-        )
+        """Bytes of host memory that weights and staging take now, what is shared in parts; remembers the peak."""
+        by_tier: Counter[str] = Counter()
+        for each in schedules:
+            by_tier.update(held(each))
+        found = staging_bytes() + part_of_shared(by_tier[HostTier.SHARED.value])
+        found += sum(count for tier, count in by_tier.items() if HostTier(tier).takes_memory)
         self.peak = max(self.peak, found)
         return found
+
+
+def part_of_shared(count: int) -> int:
+    """This rank's part of bytes that all ranks of this host share."""
+    return -(-count // local_processes())
 
 
 def main_tier(schedule: Schedule) -> str:

@@ -102,7 +102,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"config": {"host": "disk"}},
         ValueError,
-        "config.host must be one of ['pinned', 'pageable', 'mapped', 'file'], got 'disk'",
+        "config.host must be one of ['pinned', 'pageable', 'mapped', 'file', 'shared'], got 'disk'",
     ),
     ({"config": {"placement": "best"}}, ValueError, "config.placement must be one of ['stall', 'spread', 'prefix']"),
     ({"config": {"prefech": 1}}, ValueError, "config has no field 'prefech'. Did you mean 'prefetch'?"),

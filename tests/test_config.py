@@ -189,7 +189,7 @@ def test_limits_are_valid(given: dict[str, Any]) -> None:
         (
             {"host": "disk"},
             ValueError,
-            "config.host must be one of ['pinned', 'pageable', 'mapped', 'file'], got 'disk'",
+            "config.host must be one of ['pinned', 'pageable', 'mapped', 'file', 'shared'], got 'disk'",
         ),
         ({"group_size": 0}, ValueError, "config.group_size (bytes or 'layer') must be more than 0 bytes"),
         ({"group_size": -5}, ValueError, "config.group_size (bytes or 'layer') must be more than 0 bytes"),
