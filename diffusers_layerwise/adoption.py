@@ -97,8 +97,13 @@ def send_home(schedule: Schedule, homes: Homes, notes: list[str]) -> None:
 
 
 def _to_devices(schedule: Schedule, homes: Homes, notes: list[str]) -> None:
+    component = schedule.component
+    if schedule.is_stale and ALL in homes:
+        # An adapter was put in, and no call has looked the component through since.
+        item = Wanted(component, schedule.choice, schedule.config)
+        component = renewed(item, schedule.transfer.device).component
     with plain_tensors():
-        for entry in schedule.component.entries():
+        for entry in component.entries():
             device = homes.get(id(entry.tensor), homes.get(ALL))
             if device is None:
                 continue
@@ -108,4 +113,4 @@ def _to_devices(schedule: Schedule, homes: Homes, notes: list[str]) -> None:
                 notes.append(f"{schedule.name} doesn't fit on {device} and stays on the CPU")
                 logger.warning(notes[-1])
                 break
-        settle(entry.held for entry in schedule.component.entries())
+        settle(entry.held for entry in component.entries())

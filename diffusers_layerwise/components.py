@@ -69,7 +69,7 @@ def find_wanted(
             if not is_dispatched(module):
                 _check_skipped(name, module, device)
             continue
-        if id(module) in seen or (not exact and next(module.parameters(), None) is None):
+        if id(module) in seen or (not exact and all(p.numel() == 0 for p in module.parameters())):
             continue
         seen.add(id(module))
         away = mapping.runs_elsewhere(module, device)
