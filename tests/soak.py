@@ -45,7 +45,7 @@ Edit = Callable[[DiffusionPipeline], Any]
 MAKERS: dict[str, Callable[[], nn.Module]] = {"unet": tiny_unet_sd, "vae": tiny_vae_kl, "text_encoder": tiny_clip_text}
 SCHEDULERS = """
     DDIMScheduler EulerDiscreteScheduler EulerAncestralDiscreteScheduler DPMSolverMultistepScheduler
-    UniPCMultistepScheduler HeunDiscreteScheduler PNDMScheduler LCMScheduler
+    UniPCMultistepScheduler HeunDiscreteScheduler LCMScheduler
 """.split()
 LORA = {"unet", "text_encoder"}
 PACKAGE = str(Path(package.__file__).parent)
@@ -56,11 +56,12 @@ STEPS += [(Group, "start_onload"), (Schedule, "adopt")]
 
 @dataclasses.dataclass
 class Entry:
-    """Something that was done to the pipeline, and the components in which it still shows."""
+    """Something that was done to the pipeline, the components in which it still shows, and the bytes it keeps."""
 
     text: str
     edit: Edit
     alive: set[str]
+    kept: int = 0
 
 
 class Interrupt(KeyboardInterrupt):
@@ -121,6 +122,16 @@ def anonymous_bytes() -> int:
     return 0
 
 
+def tensor_bytes() -> int:
+    """Host memory of all tensors that are alive, each once."""
+    found: dict[int, int] = {}
+    for each in gc.get_objects():
+        if type(each) in (torch.Tensor, nn.Parameter) and each.device.type == "cpu":
+            storage = each.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
 def descriptors() -> list[str]:
     """Files that the process holds open, but for the list itself."""
     found = []
@@ -151,7 +162,7 @@ class Soak:
         self.told: list[str] = []
         self.entries: list[Entry] = []
         self.adapters: dict[str, set[str]] = {}
-        self.is_fused = self.has_ip = self.is_qkv = False
+        self.is_fused = self.is_off = self.has_ip = self.is_qkv = False
         self.from_file: set[str] = set()
         self.options: dict[str, Any] | None = None
         self.calls = 0
@@ -182,7 +193,7 @@ class Soak:
             self._reference = self.fresh()
         return self._reference
 
-    def edit(self, text: str, edit: Edit, alive: set[str], replaces: str | None = None) -> bool:
+    def edit(self, text: str, edit: Edit, alive: set[str], replaces: str | None = None, kept: int = 0) -> bool:
         """Does it to both; what the resident pipeline refuses isn't done. Returns whether it was."""
         if replaces is not None:
             for entry in self.entries:
@@ -207,7 +218,7 @@ class Soak:
             self.say(f"  refused: {str(error)[:80]}")
             self.disable()
             edit(self.pipe)
-        self.entries.append(Entry(text, edit, set(alive)))
+        self.entries.append(Entry(text, edit, set(alive), kept))
         self._reference = reference
         return True
 
@@ -231,7 +242,7 @@ class Soak:
         for each in sorted(LORA) if is_tied else [name]:
             self._swap(each)
         if is_tied:
-            self.adapters = {}
+            self.adapters, self.is_off = {}, False
 
     def _swap(self, name: str) -> None:
         is_on_cpu = self.options is not None and self.options["onload_device"] == "cpu"
@@ -281,7 +292,8 @@ class Soak:
         def edit(pipe: DiffusionPipeline) -> None:
             pipe.load_lora_weights(copied(checkpoint), adapter_name=name, **({"hotswap": True} if is_swap else {}))
 
-        if self.edit(f"load LoRA {name}, seed {seed}, rank {rank}, {parts}, {is_swap=}", edit, LORA):
+        text = f"load LoRA {name}, seed {seed}, rank {rank}, {parts}, {is_swap=}"
+        if self.edit(text, edit, LORA, kept=sum(value.nbytes for value in checkpoint.values())):
             self.adapters[name] = set(parts)
             setattr(self, f"rank_{name}", rank)
 
@@ -297,7 +309,8 @@ class Soak:
         """Switches them off or on."""
         if self.adapters and not self.is_fused:
             verb = self.rng.choice(["disable_lora", "enable_lora"])
-            self.edit(verb, lambda pipe: getattr(pipe, verb)(), LORA)
+            if self.edit(verb, lambda pipe: getattr(pipe, verb)(), LORA):
+                self.is_off = verb == "disable_lora"
 
     def delete(self) -> None:
         """Deletes one of several."""
@@ -314,13 +327,15 @@ class Soak:
         if self.is_fused:
             if self.edit(f"unfuse_lora {parts}", lambda pipe: pipe.unfuse_lora(components=parts), LORA):
                 self.is_fused = False
+        elif self.is_off:
+            return  # a call would take them out of the weights again, which no list of edits has
         elif self.edit(f"fuse_lora {parts}", lambda pipe: pipe.fuse_lora(components=parts, lora_scale=0.5), LORA):
             self.is_fused = True
 
     def unload(self) -> None:
         """Unloads all of them; what was fused stays in the weights."""
         if self.adapters and self.edit("unload_lora_weights", lambda pipe: pipe.unload_lora_weights(), LORA):
-            self.adapters, self.is_fused = {}, False
+            self.adapters, self.is_fused, self.is_off = {}, False, False
 
     def ip(self) -> None:
         """An IP-Adapter comes, or goes."""
@@ -655,8 +670,12 @@ class Soak:
             self.rng.choice(edits if self.rng.random() < 0.5 else ways)()
         self.rng.choices([self.call, self.fault, self.threads], [6, 4, 1])[0]()
 
-    def rest(self) -> None:
-        """Everything off, on the host; what was swapped out is gone, and nothing is left on the device."""
+    def rest(self) -> int:
+        """Everything off, on the host; what was swapped out is gone, and nothing is left on the device.
+
+        Returns:
+            The bytes that all tensors take on the host, without what the list of edits keeps.
+        """
         self.say("everything off")
         self.pipe.remove_all_hooks()
         self.pipe.disable_layerwise_offload()
@@ -672,6 +691,7 @@ class Soak:
         self.gone.clear()
         if self.sim.mem(0)["allocated"]:
             raise Unequal(f"{self.sim.mem(0)['allocated']} bytes are left on the device")
+        return tensor_bytes() - sum(entry.kept for entry in self.entries)
 
 
 def failing(owner: Any, name: str, nth: int, kind: type[BaseException], times: int = 1) -> Any:
