@@ -99,7 +99,12 @@ def send_home(schedule: Schedule, homes: Homes, notes: list[str]) -> None:
 
 
 def _to_devices(schedule: Schedule, homes: Homes, notes: list[str]) -> None:
-    due = [(entry, homes.get(id(entry.tensor), homes.get(ALL))) for entry in schedule.component.entries()]
+    component = schedule.component
+    if schedule.is_stale and ALL in homes:
+        # An adapter was put in, and no call has looked the component through since.
+        item = Wanted(component, schedule.choice, schedule.config)
+        component = renewed(item, schedule.transfer.device).component
+    due = [(entry, homes.get(id(entry.tensor), homes.get(ALL))) for entry in component.entries()]
     total = sum(entry.host.nbytes for entry, device in due if device is not None)
     with plain_tensors(), progress.bar(f"{schedule.name}: moving back", total) as advance:
         for entry, device in due:
@@ -112,4 +117,4 @@ def _to_devices(schedule: Schedule, homes: Homes, notes: list[str]) -> None:
                 notes.append(f"{schedule.name} doesn't fit on {device} and stays on the CPU")
                 logger.warning(notes[-1])
                 break
-        settle(entry.held for entry in schedule.component.entries())
+        settle(entry.held for entry in component.entries())

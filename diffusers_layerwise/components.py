@@ -68,7 +68,7 @@ def find_wanted(
             if not is_dispatched(module) and not ranks.is_sharded_by_itself(module):
                 _check_skipped(name, module, device)
             continue
-        if id(module) in seen or (not exact and next(module.parameters(), None) is None):
+        if id(module) in seen or (not exact and all(p.numel() == 0 for p in module.parameters())):
             continue
         seen.add(id(module))
         if not exact and ranks.is_sharded_by_itself(module):

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from .adapters import adapter_modules, is_tuner
+from .adapters import adapter_modules, is_tuner, tuners
 from .casting import casts, casts_inside
 from .config import Adapters
 from .errors import LayerwiseOffloadError
@@ -86,7 +86,8 @@ class Component:
 
     `fixed` are the extents of buffers, small units and parameters owned by modules around units; `weights` counts the
     bytes of all parameters (not aligned, tied ones once); `unmovable` says what can't be streamed and why. `others` are
-    the names of all that is in no unit, with the device of what stays on a further accelerator.
+    the names of all that is in no unit, with the device of what stays on a further accelerator; `tuners` are the layers
+    that adapters wrap.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Component:
     weights: int
     unmovable: list[str]
     others: tuple[tuple[str, str | None], ...] = ()
+    tuners: tuple[nn.Module, ...] = ()
 
     @property
     def fixed_size(self) -> int:
@@ -175,7 +177,8 @@ def discover(
     for index, unit in enumerate(units):
         unit.index = index
     others = _name_tensors(module, units, residence)
-    return Component(name, module, units, collect_extents(loose), sorted(layers.values()), weights, unmovable, others)
+    fixed, worn = collect_extents(loose), tuners(module)
+    return Component(name, module, units, fixed, sorted(layers.values()), weights, unmovable, others, worn)
 
 
 def _name_tensors(

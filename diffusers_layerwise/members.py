@@ -270,7 +270,13 @@ class Members:
         item, homes = adoption.bring_to_host(
             item, self.selection.device, mapping.crosses(others, self.selection.device)
         )
-        return item, inherited | homes
+        return item, inherited | homes or self._shared_home()
+
+    def _shared_home(self) -> adoption.Homes:
+        """Where all else came from, for what diffusers loads by itself (an image encoder): it would load it there."""
+        places = {homes.get(adoption.ALL) for homes in self._homes.values()} if patches.is_editing() else set()
+        device = places.pop() if len(places) == 1 else None
+        return {} if device is None else {adoption.ALL: device}
 
     def _schedule(self, item: Wanted) -> Schedule:
         return adoption.make_schedule(item, self.runtime.transfer)

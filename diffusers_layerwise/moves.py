@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .errors import LayerwiseOffloadError
-from .patches import is_hiding
+from .patches import is_editing, is_hiding
 from .runtime import Runtime
 from .schedule import Schedule
 from .tensors import plain_tensors
@@ -36,7 +36,8 @@ def release_moves(module: nn.Module) -> None:
 
 def _apply(runtime: Runtime, schedule: Schedule, convert: Convert, recurse: bool = True) -> nn.Module:
     module = schedule.component.module
-    if is_hiding():
+    if is_hiding() and not is_editing():
+        # A loader's own conversions (an adapter to its layer's dtype) are meant for it.
         return module
     with runtime.lock, plain_tensors():
         device, dtype = _asked(convert)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from . import locks
+from .adapters import unfuse_switched_off
 from .config import Mode, Residency
 from .errors import LayerwiseOffloadError
 from .fitting import WORTHWHILE, Fitting
@@ -299,6 +300,7 @@ class Runtime:
         self._start()
         # First: what is closed below marks slots as free on the caller's stream, which must be behind the one before.
         self._follow_stream()
+        unfuse_switched_off(schedule)
         if self._is_torn:
             self._adopt(self._make_plan(), self.schedules)
         if schedule.is_stale:

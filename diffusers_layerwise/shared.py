@@ -26,8 +26,7 @@ from .errors import LayerwiseOffloadError
 from .files import Source, SourceTable, View
 from .host import repoint
 from .ranks import is_initialized
-from .tensors import Entry, Extent
-from .transfer import plain_tensors
+from .tensors import Entry, Extent, plain_tensors
 
 try:
     import fcntl

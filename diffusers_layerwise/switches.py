@@ -195,6 +195,20 @@ def edit(original: Original, target: Any, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
 
+def load(original: Original, pipe: Any, *args: Any, **kwargs: Any) -> Any:
+    """A loader that is an edit, and takes accelerate's offloads off for as long as it runs.
+
+    It takes the hooks of every component that it sees, ours among them, and puts back only the other offload.
+    """
+    ours = governed(pipe).values()
+
+    def unseen(*args: Any, **kwargs: Any) -> Any:
+        with patches.hiding(ours):
+            return original(*args, **kwargs)
+
+    return edit(unseen, pipe, *args, **kwargs)
+
+
 @contextlib.contextmanager
 def _on_host(members: Iterable[Members]) -> Iterator[None]:
     runtimes = {each.runtime for each in members}
@@ -266,6 +280,8 @@ _PIPELINE: dict[str, Callable[..., Any]] = {
     "__call__": call,
     "__setattr__": assign,
     "to": move,
+    "load_lora_weights": load,
+    "load_textual_inversion": load,
     "enable_model_cpu_offload": model_offload,
     "enable_sequential_cpu_offload": refuse,
     "enable_group_offload": refuse,

@@ -13,7 +13,7 @@ from diffusers import DiffusionPipeline
 import diffusers_layerwise  # noqa: F401
 import factory
 from compatibility import Cell
-from lora import StateDict, copied, factors, tuners
+from lora import StateDict, copied, factors, ip_adapter, tuners
 
 Step = tuple[str, Callable[[DiffusionPipeline], Any]]
 PIPELINES = {
@@ -227,3 +227,70 @@ def test_adapters_too_large_for_the_budget_are_refused_and_leave_a_pipeline_that
     for _ in range(2):
         assert torch.equal(factory.run("sd15", pipe), expected)
     assert handle.report().peak_ever <= 200_000
+
+
+# ---------------------------------------------------------------------- found by tests/test_soak.py
+@pytest.mark.parametrize("mode", ["memory", pytest.param("speed", marks=SLOW)])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("order", [("disable_lora", "fuse_lora"), ("fuse_lora", "disable_lora")])
+def test_fused_and_switched_off_is_taken_out_of_the_weights(
+    order: tuple[str, str], when: str, mode: str, sim: ModuleType
+) -> None:
+    """PEFT does that in a layer's forward, in place: on what is then a copy on the device."""
+    reference, pipe = factory.CASES["sd15"].build(), factory.CASES["sd15"].build()
+    checkpoint = factors(pipe, ["unet", "text_encoder"], 1)
+    if when == "after":
+        pipe.enable_layerwise_offload(mode=mode, onload_device="sim")
+        factory.run("sd15", pipe)
+    for each in (reference, pipe):
+        load(checkpoint, "a")(each)
+        for verb in order:
+            getattr(each, verb)()
+    if when == "before":
+        pipe.enable_layerwise_offload(mode=mode, onload_device="sim")
+    expected = factory.run("sd15", reference)
+    for _ in range(3):
+        assert torch.equal(factory.run("sd15", pipe), expected)
+    for each in (reference, pipe):
+        each.enable_lora()
+    assert torch.equal(factory.run("sd15", pipe), factory.run("sd15", reference))
+
+
+@pytest.mark.parametrize("what", ["LoRA", "IP-Adapter"])
+def test_what_is_put_in_before_the_end_returns_to_the_device_with_its_component(what: str, sim: ModuleType) -> None:
+    """No call came between to look the component through."""
+    pipe = factory.CASES["sd15"].build()
+    checkpoint, adapter = factors(pipe, ["unet"], 1), ip_adapter(pipe.unet, 32)
+    pipe.to("sim")
+    pipe.enable_layerwise_offload(mode="memory", onload_device="sim")
+    factory.run("sd15", pipe)
+    if what == "LoRA":
+        load(checkpoint, "a")(pipe)
+    else:
+        pipe.load_ip_adapter(adapter, subfolder=None, weight_name=None, image_encoder_folder=None)
+    pipe.disable_layerwise_offload()
+    places = {t.device.type for t in [*pipe.unet.parameters(), *pipe.unet.buffers()]}
+    assert places == {"sim"}
+
+
+@pytest.mark.parametrize("component", ["unet", "text_encoder"])
+def test_loading_beside_model_offload_leaves_both_as_they_were(component: str, sim: ModuleType) -> None:
+    """The loader takes accelerate's hooks off all components that it sees, and puts back only model offload."""
+    reference, pipe = factory.CASES["sd15"].build(), factory.CASES["sd15"].build()
+    checkpoint = factors(pipe, [component], 1)
+    pipe.enable_layerwise_offload(["unet", "vae"], mode="memory", onload_device="sim")
+    pipe.enable_model_cpu_offload(device="sim")
+    assert torch.equal(factory.run("sd15", pipe), factory.run("sd15", reference))
+    for each in (reference, pipe):
+        load(checkpoint, "a")(each)
+    handle = pipe.layerwise_offload
+    assert handle is not None
+    assert {part.name for part in handle.report().components} == {"unet", "vae"}
+    for _ in range(2):
+        assert torch.equal(factory.run("sd15", pipe), factory.run("sd15", reference))
+    for each in (reference, pipe):
+        each.to(torch.bfloat16)
+        each.unload_lora_weights()
+        load(checkpoint, "b")(each)
+        assert {p.dtype for p in getattr(each, component).parameters()} == {torch.bfloat16}
+    assert torch.equal(factory.run("sd15", pipe), factory.run("sd15", reference))
