@@ -13,12 +13,14 @@ import torch
 from diffusers.utils import logging
 from torch import nn
 
-from . import patches, platform
+from . import compiled, patches, platform
 from .errors import LayerwiseOffloadError
 from .handle import OffloadHandle, calling, handle_of
+from .hooks import RootHook, hooks_of
 from .locks import all_locked
 from .members import Members, governors
 from .slots import modules_of, names_of
+from .watch import touch
 
 logger = logging.get_logger(__name__)
 Original = Callable[..., Any]
@@ -65,7 +67,9 @@ def assign(original: Original, pipe: Any, name: str, value: Any) -> None:
     change = members.examine(instead=(pipe, name, value))
     original(name, value)
     members.make(change)
-    wrap_models([value])
+    wrap_models([compiled.plain(value)])
+    if compiled.is_wrapper(value):
+        _compiled_anew(compiled.plain(value))
 
 
 def _join(pipe: Any, module: nn.Module) -> None:
@@ -157,6 +161,20 @@ def auto_offload(original: Original, manager: Any, *args: Any, **kwargs: Any) ->
         manager.components = every
 
 
+# ---------------------------------------------------------------------- compilation
+def compile_module(original: Original, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """`module.compile()`, which `compile_repeated_blocks()` calls too: the component is looked through anew."""
+    original(*args, **kwargs)
+    _compiled_anew(module)
+
+
+def _compiled_anew(module: nn.Module) -> None:
+    touch(module)
+    if any(isinstance(hook, RootHook) for hook in hooks_of(module)):
+        # At once: the next call would already trace into our hooks.
+        compiled.hold(module)
+
+
 # ---------------------------------------------------------------------- devices
 def move(original: Original, pipe: Any, *args: Any, **kwargs: Any) -> Any:
     """`pipe.to(device)` runs the pipeline there from now on; `pipe.to(dtype)` converts the host copies."""
@@ -226,7 +244,8 @@ def wrap(kind: type) -> None:
 
 
 def wrap_models(modules: Iterable[Any]) -> None:
-    """Puts the wrappers on the classes of models that edit themselves. Idempotent."""
+    """Puts the wrappers on the classes of models that edit themselves, and on what compiles a module. Idempotent."""
+    patches.wrap_method(nn.Module, "compile", compile_module)
     for kind in {type(module) for module in modules if isinstance(module, nn.Module)}:
         patches.wrap_method(kind, "enable_group_offload", refuse_model)
         for name in EDITORS:

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "diffusers_layerwise"
 DESIGN = PACKAGE.parent / "docs" / "design.md"
 
 ORDER = """
-    errors device_maps config watch tensors parts adapters casting residence reads discovery platform headers files host
+    errors device_maps config watch tensors parts adapters casting compiled residence reads discovery platform headers files host
     hostmemory plan selection profiles simulate placement rings gather search auto pieces transfer staging reader
     binding group demand measure specs order course schedule tuning passes checkpoints tiers readahead sharing shortage
     activations clock terms fitting locks runtime inputs attempt copies hooks patches registries moves weights_maps
