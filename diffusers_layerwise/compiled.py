@@ -130,6 +130,23 @@ def regions(root: nn.Module, blocks: Iterable[nn.Module]) -> tuple[nn.Module, ..
     return tuple(found)
 
 
+def is_changed(root: nn.Module, known: Iterable[nn.Module]) -> bool:
+    """Whether something of a component was compiled, or isn't any more, in a way that nobody was told of.
+
+    Args:
+        root (`nn.Module`): The component.
+        known (`Iterable[nn.Module]`): Its regions, which have hooks in front.
+    """
+    if any(not isinstance(module.__dict__[name], Held) for module, name, _ in _entries(root)):
+        return True
+    inside = {id(root)}
+    for region in known:
+        if not any(isinstance(region.__dict__.get(name), Outside) for name in (CALL, FORWARD)):
+            return True
+        inside.update(id(part) for part in region.modules())
+    return any(id(module) not in inside and _entry(module) is not None for module in root.modules())
+
+
 # ---------------------------------------------------------------------- options
 def compiler_of(root: nn.Module) -> Callable[..., Any] | None:
     """What compiles a function with the options with which a component was compiled; None where it can't be had."""
@@ -162,14 +179,19 @@ def uses_graphs(root: nn.Module, inside: Iterable[nn.Module]) -> bool:
 
 
 # ---------------------------------------------------------------------- putting on, taking off
-def put_outside(module: nn.Module, hook: Any, owner: object, compiler: Callable[..., Any] | None) -> None:
-    """Puts a hook in front of a region. `compiler` is for one that is compiled on our account."""
+def put_outside(module: nn.Module, hook: Any, owner: object, compiler: Callable[..., Any] | None) -> bool:
+    """Puts a hook in front of a region. `compiler` is for one that is compiled on our account.
+
+    Returns:
+        Whether it could: `torch.compile(module.forward)` of a hooked `forward` is gone with the hook.
+    """
     entry = _entry(module)
     if entry is not None:
         name, before = entry
         module.__dict__[name] = Outside(module, before, before, hook, owner)
     elif compiler is not None:
         module.__dict__[CALL] = Outside(module, None, compiler(module._call_impl), hook, owner)
+    return entry is not None or compiler is not None
 
 
 def hook_outside(module: nn.Module) -> Any:
@@ -191,8 +213,19 @@ def take_off(module: nn.Module, owner: object) -> None:
                 module.__dict__[name] = value.before
 
 
-def hold(root: nn.Module) -> None:
-    """Has a component that is compiled as a whole run as it was written. Idempotent."""
+def hold(root: nn.Module, is_ours: Callable[[object], bool]) -> None:
+    """Has a component that is compiled as a whole run as it was written. Idempotent.
+
+    Args:
+        root (`nn.Module`): The component.
+        is_ours (`Callable`): Tells the `forward` that we put on a root, which may have been compiled since.
+    """
+    compiler, forward = compiler_of(root), root.__dict__.get(FORWARD)
+    if compiler is not None and _is_compiled(forward) and is_ours(forward._torchdynamo_orig_callable):
+        # What was meant is the one below ours.
+        root.__dict__[FORWARD], inner = forward._torchdynamo_orig_callable, root.__dict__["_old_forward"]
+        if not isinstance(inner, Held):
+            root.__dict__["_old_forward"] = Held(compiler(inner), inner)
     for module, name, value in _entries(root):
         if not isinstance(module.__dict__[name], Held):
             module.__dict__[name] = Held(value, getattr(value, "_torchdynamo_orig_callable", root._call_impl))

@@ -240,20 +240,22 @@ def install(runtime: Runtime, schedule: Schedule) -> None:
 def _install_units(runtime: Runtime, schedule: Schedule) -> None:
     component, device = schedule.component, runtime.transfer.device
     compiler = compiled.compiler_of(component.module)
-    compiled.hold(component.module)
-    regions = set(component.regions)
+    compiled.hold(component.module, is_guarded)
+    regions, without = set(component.regions), set(component.regions)
     for unit in component.units:
         for module in unit.triggers:
             if module is component.module:
                 continue
             kind = EarlyUnitHook if module._forward_pre_hooks and module not in regions else UnitHook
             kind = CastingUnitHook if casts_inside(module) else kind
-            if module in regions:
-                compiled.put_outside(module, kind(schedule, unit, device), schedule, compiler)
-            else:
-                add_hook_to_module(module, kind(schedule, unit, device), append=True)
-    for module in regions.difference(*(unit.triggers for unit in component.units)):
+            hook = kind(schedule, unit, device)
+            without.discard(module)
+            if module not in regions or not compiled.put_outside(module, hook, schedule, compiler):
+                regions.discard(module)
+                add_hook_to_module(module, hook, append=True)
+    for module in without:
         compiled.put_outside(module, None, schedule, compiler)
+    component.regions = tuple(region for region in component.regions if region in regions)
     note = (
         f"{schedule.name}: compiled as a whole; while its weights stream it runs as written, and {len(regions)} blocks "
         f"of it are compiled instead"
@@ -304,10 +306,16 @@ def _guarded(forward: Callable[..., Any], runtime: Runtime, schedule: Schedule) 
                 runtime.shortage.explain(error, held)
                 raise
 
-    # Compiled code around it stops here: it could trace neither locks nor streams.
-    opaque: Callable[..., Any] = torch.compiler.disable(guarded)
-    setattr(opaque, _GUARD, True)
-    return opaque
+    # Compiled code around it stops here: it could trace neither locks nor streams. One function further out, since
+    # `torch.compile(module.forward)` looks through what is disabled.
+    opaque = torch.compiler.disable(guarded)
+
+    @functools.wraps(forward)
+    def entrance(*args: Any, **kwargs: Any) -> Any:
+        return opaque(*args, **kwargs)
+
+    setattr(entrance, _GUARD, True)
+    return entrance
 
 
 def is_guarded(forward: object) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import locks
+from . import compiled, locks
 from .config import Mode, Residency
 from .errors import LayerwiseOffloadError
 from .fitting import WORTHWHILE, Fitting
@@ -212,7 +212,8 @@ class Runtime:
         self.sharing.start_call()
         self.fitting.start_call()
         for schedule in self.schedules:
-            if schedule.is_stale:
+            component = schedule.component
+            if schedule.is_stale or compiled.is_changed(component.module, component.regions):
                 self.rebuild(schedule)
             schedule.enter()
 

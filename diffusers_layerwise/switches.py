@@ -16,7 +16,7 @@ from torch import nn
 from . import compiled, patches, platform
 from .errors import LayerwiseOffloadError
 from .handle import OffloadHandle, calling, handle_of
-from .hooks import RootHook, hooks_of
+from .hooks import RootHook, hooks_of, is_guarded
 from .locks import all_locked
 from .members import Members, governors
 from .slots import modules_of, names_of
@@ -172,7 +172,7 @@ def _compiled_anew(module: nn.Module) -> None:
     touch(module)
     if any(isinstance(hook, RootHook) for hook in hooks_of(module)):
         # At once: the next call would already trace into our hooks.
-        compiled.hold(module)
+        compiled.hold(module, is_guarded)
 
 
 # ---------------------------------------------------------------------- devices
