@@ -221,9 +221,10 @@ def hold(root: nn.Module, is_ours: Callable[[object], bool]) -> None:
         is_ours (`Callable`): Tells the `forward` that we put on a root, which may have been compiled since.
     """
     compiler, forward = compiler_of(root), root.__dict__.get(FORWARD)
-    if compiler is not None and _is_compiled(forward) and is_ours(forward._torchdynamo_orig_callable):
+    ours = getattr(forward, "_torchdynamo_orig_callable", None)
+    if compiler is not None and _is_compiled(forward) and is_ours(ours):
         # What was meant is the one below ours.
-        root.__dict__[FORWARD], inner = forward._torchdynamo_orig_callable, root.__dict__["_old_forward"]
+        root.__dict__[FORWARD], inner = ours, root.__dict__["_old_forward"]
         if not isinstance(inner, Held):
             root.__dict__["_old_forward"] = Held(compiler(inner), inner)
     for module, name, value in _entries(root):

@@ -124,8 +124,8 @@ def _refuse_compiled(component: Component, device: torch.device) -> None:
     name, module = component.name, component.module
     if compiled.is_whole(module) and compiled.compiler_of(module) is None:
         raise LayerwiseOffloadError(
-            f"{name!r} is compiled as a whole, by something whose options can't be read, so its blocks can't be compiled "
-            f"in its place. Compile the repeated blocks instead: pipe.{name}.compile_repeated_blocks()."
+            f"{name!r} is compiled as a whole, by something whose options can't be read, so its blocks can't be "
+            f"compiled in its place. Compile the repeated blocks instead: pipe.{name}.compile_repeated_blocks()."
         )
     if device.type != "cpu" and compiled.uses_graphs(module, component.regions):
         raise LayerwiseOffloadError(

@@ -164,7 +164,9 @@ def discover(
     paths = {id(m): path for path, m in module.named_modules()}
     entries, unmovable = _entries(module, allow_meta, residence)
     weights = sum(e.host.numel() * e.host.element_size() for e in entries if not e.is_buffer)
-    homes = _homes(entries, roots, _read_directly(module, compiled) | _resident_adapters(module, entries, weights, adapters))
+    homes = _homes(
+        entries, roots, _read_directly(module, compiled) | _resident_adapters(module, entries, weights, adapters)
+    )
     units: list[Unit] = []
     loose = list(homes.pop(None, []))
     for root in roots:
@@ -179,7 +181,9 @@ def discover(
     for index, unit in enumerate(units):
         unit.index = index
     others = _name_tensors(module, units, residence)
-    return Component(name, module, units, collect_extents(loose), sorted(layers.values()), weights, unmovable, others, compiled)
+    return Component(
+        name, module, units, collect_extents(loose), sorted(layers.values()), weights, unmovable, others, compiled
+    )
 
 
 def _name_tensors(

@@ -308,7 +308,7 @@ def _guarded(forward: Callable[..., Any], runtime: Runtime, schedule: Schedule) 
 
     # Compiled code around it stops here: it could trace neither locks nor streams. One function further out, since
     # `torch.compile(module.forward)` looks through what is disabled.
-    opaque = torch.compiler.disable(guarded)
+    opaque: Callable[..., Any] = torch.compiler.disable(guarded)  # type: ignore[no-untyped-call]
 
     @functools.wraps(forward)
     def entrance(*args: Any, **kwargs: Any) -> Any:
