@@ -119,7 +119,9 @@ class Row:
     @property
     def missed(self) -> bool:
         """Whether a promise of ours is broken here."""
-        return self.method == OURS and bool(self.error or self.again or not self.same or self.graph_breaks > self.groups)
+        return self.method == OURS and bool(
+            self.error or self.again or not self.same or self.graph_breaks > self.groups
+        )
 
 
 def to_device(inputs: dict[str, Any], device: str) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def plain(module: Any) -> Any:
     return module
 
 
-def _is_compiled(value: object) -> bool:
+def is_compiled(value: object) -> bool:
     """Whether torch.compile made this function; one that wraps it has its attributes, but not its identity."""
     if not hasattr(value, "_torchdynamo_orig_callable") or getattr(value, "_torchdynamo_disable", False):
         return False
@@ -94,7 +94,7 @@ def _entry(module: nn.Module) -> tuple[str, Any] | None:
         value = module.__dict__.get(name)
         value = value.before if isinstance(value, Outside) else value
         value = value.compiled if isinstance(value, Held) else value
-        if value is not None and (name == CALL or _is_compiled(value)):
+        if value is not None and (name == CALL or is_compiled(value)):
             return name, value
     return None
 
@@ -104,7 +104,7 @@ def _entries(root: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
     for module in (root, *_wrappers.get(root, ())):
         for name, value in list(module.__dict__.items()):
             value = value.compiled if isinstance(value, Held) else value
-            if (name == CALL and value is not None) or _is_compiled(value):
+            if (name == CALL and value is not None) or is_compiled(value):
                 yield module, name, value
 
 
@@ -145,6 +145,16 @@ def is_changed(root: nn.Module, known: Iterable[nn.Module]) -> bool:
             return True
         inside.update(id(part) for part in region.modules())
     return any(id(module) not in inside and _entry(module) is not None for module in root.modules())
+
+
+def uncompile(made: nn.Module) -> None:
+    """Takes compiled code off a copy of a module, in which it would still be that of the original."""
+    for part in list(made.modules()):
+        for name, child in part._modules.items():
+            part._modules[name] = plain(child)
+        for name, value in list(part.__dict__.items()):
+            if name == CALL or isinstance(value, (Held, Outside)) or is_compiled(value):
+                del part.__dict__[name]
 
 
 # ---------------------------------------------------------------------- options
@@ -222,7 +232,7 @@ def hold(root: nn.Module, is_ours: Callable[[object], bool]) -> None:
     """
     compiler, forward = compiler_of(root), root.__dict__.get(FORWARD)
     ours = getattr(forward, "_torchdynamo_orig_callable", None)
-    if compiler is not None and _is_compiled(forward) and is_ours(ours):
+    if compiler is not None and is_compiled(forward) and is_ours(ours):
         # What was meant is the one below ours.
         root.__dict__[FORWARD], inner = ours, root.__dict__["_old_forward"]
         if not isinstance(inner, Held):

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 import factory
 import models
-from diffusers_layerwise import LayerwiseOffloadError, apply_layerwise_offload
+from diffusers_layerwise import LayerwiseOffloadError, apply_layerwise_offload, plan_layerwise_offload
 from diffusers_layerwise.compiled import Held, Outside
 
 SLOW = pytest.mark.slow
@@ -351,6 +351,18 @@ def test_a_copy_of_a_compiled_module_is_an_ordinary_one(sim: Any) -> None:
         assert own_traces(twin) == []
         module.proj_in.weight.data.zero_()
         assert torch.equal(models.run(twin, x), models.run(reference, x))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_planning_sees_what_was_compiled(how: str) -> None:
+    plans = []
+    for compile_it in (False, True):
+        pipe = factory.CASES["flux"].build()
+        counter = compiled(pipe, how, "eager") if compile_it else None
+        call = {**factory.CASES["flux"].call_kwargs(), "memory_budget": "2GiB", "hardware": "rtx4090"}
+        plans.append(str(plan_layerwise_offload(pipe, **call)))
+        assert counter is None or counter.frame_count == 0
+    assert plans[0] == plans[1]
 
 
 # ---------------------------------------------------------------------- refused
