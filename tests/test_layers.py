@@ -15,11 +15,11 @@ DESIGN = PACKAGE.parent / "docs" / "design.md"
 ORDER = """
     errors device_maps config watch tensors parts adapters casting compiled residence reads discovery platform headers
     files host hostmemory plan selection profiles simulate placement rings gather search auto pieces transfer staging
-    reader binding group demand measure specs order course schedule tuning passes checkpoints tiers readahead sharing shortage
-    activations clock terms fitting locks runtime inputs attempt copies hooks patches registries moves weights_maps
-    dispatched conflicts report mapping components slots adoption members handle switches pipeline flops live twins fake
-    standins skeleton trace repeats recorder cache tracing hardware cost hostplans predict planning rivals weight_cache
-    loading cli __init__ __main__
+    reader binding group demand measure specs order course schedule tuning passes checkpoints tiers readahead sharing
+    shortage activations clock terms fitting locks runtime inputs attempt copies hooks patches registries moves
+    weights_maps dispatched conflicts report mapping components slots adoption members handle switches pipeline flops
+    live twins fake standins skeleton trace repeats recorder cache tracing hardware cost hostplans predict planning
+    rivals weight_cache loading cli __init__ __main__
 """.split()
 """Each module imports only from those before it."""
 
