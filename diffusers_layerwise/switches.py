@@ -57,7 +57,7 @@ def assign(original: Original, pipe: Any, name: str, value: Any) -> None:
     if handle is None:
         original(name, value)
         if isinstance(value, nn.Module):
-            _join(pipe, value)
+            _join(pipe, compiled.plain(value))
         return
     old = pipe.__dict__.get(name)
     if old is value or not (isinstance(value, nn.Module) or isinstance(old, nn.Module)) or name not in names_of(pipe):
