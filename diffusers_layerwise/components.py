@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import mapping, platform, progress, ranks
+from . import compiled, mapping, platform, progress, ranks
 from .casting import casts
 from .config import Adapters, LayerwiseOffloadConfig
 from .discovery import Component, discover
@@ -121,6 +121,22 @@ def _refuse_layouts(component: Component, device: torch.device) -> None:
             )
 
 
+def _refuse_compiled(component: Component, device: torch.device) -> None:
+    """Compiled code that can't run on weights that move."""
+    name, module = component.name, component.module
+    if compiled.is_whole(module) and compiled.compiler_of(module) is None:
+        raise LayerwiseOffloadError(
+            f"{name!r} is compiled as a whole, by something whose options can't be read, so its blocks can't be "
+            f"compiled in its place. Compile the repeated blocks instead: pipe.{name}.compile_repeated_blocks()."
+        )
+    if device.type != "cpu" and compiled.uses_graphs(module, component.regions):
+        raise LayerwiseOffloadError(
+            f"{name!r} is compiled with CUDA graphs, which are recorded for weights at fixed addresses, and would be "
+            f"recorded anew in each pass. Compile it without them: mode='max-autotune-no-cudagraphs' instead of "
+            f"'max-autotune', no mode instead of 'reduce-overhead'."
+        )
+
+
 def renewed(item: Wanted, device: torch.device) -> Wanted:
     """A component looked at again, after its weights came to be in other memory."""
     component, residence = item.component, item.residence
@@ -190,6 +206,7 @@ def refuse_unmovable(component: Component, device: torch.device) -> None:
     held = ((entry.name.removesuffix(entry.path), entry.held) for entry in component.entries() if entry.path)
     ranks.refuse_meshes(component.name, held, device)
     _refuse_layouts(component, device)
+    _refuse_compiled(component, device)
 
 
 def to_host(component: Component) -> dict[int, torch.device]:

@@ -18,6 +18,7 @@ import torch
 from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module
 from torch import nn
 
+from .compiled import Held, Outside
 from .parts import STATES, find, settle, shells_of, twins
 from .tensors import plain_data, plain_tensors
 
@@ -138,13 +139,19 @@ def _split_hooks(module: nn.Module, is_own: IsOwn) -> tuple[list[ModelHook], lis
 
 def _ordinary(module: nn.Module, is_own: IsOwn) -> tuple[nn.Module, list[ModelHook]]:
     """The module as it would be without any accelerate hook (its tensors and children are shared); others' hooks."""
-    state = {name: value for name, value in module.__dict__.items() if name not in (*_ATTRIBUTES, *_OURS)}
+    state = {
+        name: value
+        for name, value in module.__dict__.items()
+        # Compiled code belongs to the module that was compiled; torch leaves it behind too.
+        if name not in (*_ATTRIBUTES, *_OURS) and not isinstance(value, (Held, Outside))
+    }
     own, others = _split_hooks(module, is_own)
     if own:
         for name in _HOOKED:
             state.pop(name, None)
         forward = module.__dict__.get("_old_forward")
-        if not (isinstance(forward, types.MethodType) and forward.__func__ is type(module).forward):
+        is_inherited = isinstance(forward, types.MethodType) and forward.__func__ is type(module).forward
+        if not is_inherited and not isinstance(forward, Held):
             state["forward"] = forward
         # A pre-hook of ours; the tables of flags that go with it need no cleaning.
         handles = {handle.id for hook in own if (handle := getattr(hook, "_handle", None)) is not None}
@@ -183,10 +190,11 @@ def _twin(module: nn.Module, plain: nn.Module, memo: dict[int, Any]) -> nn.Modul
         # A class with a way of its own, such as one that torch made for a parametrised module.
         twin = memo[id(module)] = copier(plain, memo)
     else:
-        made, arguments, state, *_ = _reduced(plain, 4)
+        made, arguments, *rest = _reduced(plain, 4)
         # Known before the state is copied, which may refer to the module.
         twin = memo[id(module)] = made(*copy.deepcopy(arguments, memo))
-        twin.__setstate__(copy.deepcopy(state, memo))
+        for state in rest[:1]:  # none where `torch.compile(module)` was put around a module
+            twin.__setstate__(copy.deepcopy(state, memo))
     copied: nn.Module = twin
     return copied
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from .adapters import adapter_modules, is_tuner, tuners
 from .casting import casts, casts_inside
+from .compiled import is_whole, regions
 from .config import Adapters
 from .errors import LayerwiseOffloadError
 from .parts import entries_of
@@ -87,7 +88,7 @@ class Component:
     `fixed` are the extents of buffers, small units and parameters owned by modules around units; `weights` counts the
     bytes of all parameters (not aligned, tied ones once); `unmovable` says what can't be streamed and why. `others` are
     the names of all that is in no unit, with the device of what stays on a further accelerator; `tuners` are the layers
-    that adapters wrap.
+    that adapters wrap, `regions` the modules that run as compiled code.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Component:
     unmovable: list[str]
     others: tuple[tuple[str, str | None], ...] = ()
     tuners: tuple[nn.Module, ...] = ()
+    regions: tuple[nn.Module, ...] = ()
 
     @property
     def fixed_size(self) -> int:
@@ -158,11 +160,14 @@ def discover(
         LayerwiseOffloadError: A name given to [`register_layers`] doesn't exist.
     """
     layers = dict(find_layers(module))
-    roots = _unit_roots(module)
+    compiled = regions(module, _blocks(module, layers) if is_whole(module) else ())
+    roots = _unit_roots(module, compiled)
     paths = {id(m): path for path, m in module.named_modules()}
     entries, unmovable = _entries(module, allow_meta, residence)
     weights = sum(e.host.numel() * e.host.element_size() for e in entries if not e.is_buffer)
-    homes = _homes(entries, roots, _read_directly(module) | _resident_adapters(module, entries, weights, adapters))
+    homes = _homes(
+        entries, roots, _read_directly(module, compiled) | _resident_adapters(module, entries, weights, adapters)
+    )
     units: list[Unit] = []
     loose = list(homes.pop(None, []))
     for root in roots:
@@ -177,8 +182,8 @@ def discover(
     for index, unit in enumerate(units):
         unit.index = index
     others = _name_tensors(module, units, residence)
-    fixed, worn = collect_extents(loose), tuners(module)
-    return Component(name, module, units, fixed, sorted(layers.values()), weights, unmovable, others, worn)
+    fixed, worn, named = collect_extents(loose), tuners(module), sorted(layers.values())
+    return Component(name, module, units, fixed, named, weights, unmovable, others, worn, compiled)
 
 
 def _name_tensors(
@@ -220,21 +225,31 @@ def find_layers(module: nn.Module) -> Iterator[tuple[str, str]]:
                 yield full, full
 
 
+def _blocks(module: nn.Module, layers: dict[str, str]) -> list[nn.Module]:
+    """The blocks to compile in the place of a whole model: those that diffusers would, else the innermost layers."""
+    names = getattr(type(module), "_repeated_blocks", None)
+    if names:
+        return [part for part in module.modules() if type(part).__name__ in names]
+    inner = {path for path in layers if not any(other.startswith(f"{path}.") for other in layers)}
+    return [part for path, part in module.named_modules() if path in inner]
+
+
 def _owns(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _unit_roots(module: nn.Module) -> list[nn.Module]:
-    """The modules that trigger units, in registration order, each once."""
+def _unit_roots(module: nn.Module, compiled: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules that trigger units, in registration order, each once. No hook runs inside compiled code."""
     roots: list[nn.Module] = []
     seen: set[int] = set()
+    whole = {id(region) for region in compiled}
 
     def visit(m: nn.Module) -> None:
         if id(m) in seen or not _owns(m):
             return
         seen.add(id(m))
-        named = _registered_children(m)
-        if _is_one_unit(m) or named == []:
+        named = [] if id(m) in whole else _registered_children(m)
+        if named == [] or _is_one_unit(m):
             roots.append(m)
             seen.update(id(child) for child in m.modules())
             return
@@ -317,11 +332,12 @@ def _entries(module: nn.Module, allow_meta: bool, residence: Residence | None) -
     return list(unique.values()), unmovable
 
 
-def _read_directly(module: nn.Module) -> set[int]:
+def _read_directly(module: nn.Module, compiled: Sequence[nn.Module]) -> set[int]:
     """Ids of the modules whose weights another module reads without calling them."""
     found: set[int] = set()
+    within = {id(part) for region in compiled for part in region.modules()}
     for parent in module.modules():
-        if _is_one_unit(parent):
+        if id(parent) in within or _is_one_unit(parent):
             continue
         for name in weights_read(type(parent)) | weights_read_by(getattr(parent, "processor", None)):
             child = parent._modules.get(name)

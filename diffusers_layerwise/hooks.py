@@ -10,6 +10,7 @@ import torch
 from accelerate.hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
 from torch import nn
 
+from . import compiled
 from .attempt import Attempt, let_go
 from .casting import casts_inside
 from .copies import forget_copyable, make_copyable
@@ -173,11 +174,10 @@ def _is_own(hook: object) -> bool:
 
 
 def hooks_of(module: nn.Module) -> list[ModelHook]:
-    """All accelerate hooks of one module."""
-    hook = module.__dict__.get("_hf_hook")
-    if hook is None:
-        return []
-    return list(hook.hooks) if isinstance(hook, SequentialHook) else [hook]
+    """All accelerate hooks of one module, and ours in front of its compiled call."""
+    hook, outside = module.__dict__.get("_hf_hook"), compiled.hook_outside(module)
+    found = list(hook.hooks) if isinstance(hook, SequentialHook) else [hook]
+    return [each for each in (*found, outside) if each is not None]
 
 
 def own_schedule(module: nn.Module) -> Schedule | None:
@@ -231,7 +231,7 @@ def refuse_training(schedule: Schedule, args: Any, kwargs: Any, unit: Unit | Non
 def install(runtime: Runtime, schedule: Schedule) -> None:
     """Hooks a component's root and units, behind hooks that are there already."""
     root = schedule.component.module
-    _install_units(schedule, runtime.transfer.device)
+    _install_units(runtime, schedule)
     add_hook_to_module(root, RootHook(runtime, schedule, runtime.transfer.device), append=True)
     # accelerate chains hooks in one that has no device, and diffusers asks the outermost one.
     outermost = root.__dict__["_hf_hook"]
@@ -241,13 +241,31 @@ def install(runtime: Runtime, schedule: Schedule) -> None:
     watch(root, schedule)
 
 
-def _install_units(schedule: Schedule, device: torch.device) -> None:
-    for unit in schedule.component.units:
+def _install_units(runtime: Runtime, schedule: Schedule) -> None:
+    component, device = schedule.component, runtime.transfer.device
+    compiler = compiled.compiler_of(component.module)
+    compiled.hold(component.module, is_guarded)
+    regions, without = set(component.regions), set(component.regions)
+    for unit in component.units:
         for module in unit.triggers:
-            if module is not schedule.component.module:
-                kind = EarlyUnitHook if module._forward_pre_hooks else UnitHook
-                kind = CastingUnitHook if casts_inside(module) else kind
-                add_hook_to_module(module, kind(schedule, unit, device), append=True)
+            if module is component.module:
+                continue
+            kind = EarlyUnitHook if module._forward_pre_hooks and module not in regions else UnitHook
+            kind = CastingUnitHook if casts_inside(module) else kind
+            hook = kind(schedule, unit, device)
+            without.discard(module)
+            if module not in regions or not compiled.put_outside(module, hook, schedule, compiler):
+                regions.discard(module)
+                add_hook_to_module(module, hook, append=True)
+    for module in without:
+        compiled.put_outside(module, None, schedule, compiler)
+    component.regions = tuple(region for region in component.regions if region in regions)
+    note = (
+        f"{schedule.name}: compiled as a whole; while its weights stream it runs as written, and {len(regions)} blocks "
+        f"of it are compiled instead"
+    )
+    if compiler is not None and note not in runtime.notes:
+        runtime.notes.append(note)
 
 
 def reinstall(runtime: Runtime, schedule: Schedule, component: Component) -> None:
@@ -258,7 +276,7 @@ def reinstall(runtime: Runtime, schedule: Schedule, component: Component) -> Non
         if module is not old:
             remove_own(module, schedule)
     schedule.rebuild(component)
-    _install_units(schedule, runtime.transfer.device)
+    _install_units(runtime, schedule)
     for hook in hooks_of(old):
         if isinstance(hook, RootHook) and hook.schedule is schedule:
             hook.look_up()
@@ -292,8 +310,16 @@ def _guarded(forward: Callable[..., Any], runtime: Runtime, schedule: Schedule) 
                 runtime.shortage.explain(error, held)
                 raise
 
-    setattr(guarded, _GUARD, True)
-    return guarded
+    # Compiled code around it stops here: it could trace neither locks nor streams. One function further out, since
+    # `torch.compile(module.forward)` looks through what is disabled.
+    opaque: Callable[..., Any] = torch.compiler.disable(guarded)  # type: ignore[no-untyped-call]
+
+    @functools.wraps(forward)
+    def entrance(*args: Any, **kwargs: Any) -> Any:
+        return opaque(*args, **kwargs)
+
+    setattr(entrance, _GUARD, True)
+    return entrance
 
 
 def is_guarded(forward: object) -> bool:
@@ -328,10 +354,12 @@ def uninstall(schedule: Schedule) -> None:
     for module in {*watched, *root.modules(), *(m for unit in schedule.component.units for m in unit.triggers)}:
         remove_own(module, schedule)
         forget_copyable(module)
+    compiled.let_go(root)
 
 
 def remove_own(module: nn.Module, schedule: Schedule) -> None:
     """Removes our hook from one module, keeping other hooks that were chained with it."""
+    compiled.take_off(module, schedule)
     _remove(module, lambda hook: isinstance(hook, (RootHook, UnitHook)) and hook.schedule is schedule)
 
 

@@ -18,6 +18,8 @@ import torch
 from diffusers import DiffusionPipeline, ModelMixin
 from torch import nn
 
+from .compiled import plain
+
 #: Gets the original, bound to the instance, then the instance and the arguments of the call.
 Around = Callable[..., Any]
 
@@ -114,7 +116,7 @@ def hiding(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 def is_hidden(module: object) -> bool:
     """Whether a module is kept out of sight at the moment."""
-    return id(module) in _hidden.get()
+    return id(plain(module)) in _hidden.get()
 
 
 def is_hiding() -> bool:

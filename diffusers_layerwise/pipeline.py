@@ -10,6 +10,7 @@ from torch import nn
 
 from . import conflicts, mapping, patches, progress, switches
 from .auto import Policy
+from .compiled import plain
 from .components import Wanted, checked, read_device
 from .config import LayerwiseOffloadConfig, Mode, Residency, parse_bytes, read_mode
 from .handle import HANDLE, OffloadHandle, handle_of
@@ -125,6 +126,7 @@ def apply_layerwise_offload(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"apply_layerwise_offload needs an nn.Module, got {type(module).__name__}.")
+    module = plain(module)
     chosen_mode, options = read_mode(mode), LayerwiseOffloadConfig.read(config)
     budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
     device = read_device(mapping.main_device([module]) if onload_device is None else onload_device)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import locks
+from . import compiled, locks
 from .adapters import unfuse_switched_off
 from .config import Mode, Residency
 from .errors import LayerwiseOffloadError
@@ -213,7 +213,8 @@ class Runtime:
         self.sharing.start_call()
         self.fitting.start_call()
         for schedule in self.schedules:
-            if schedule.is_stale:
+            component = schedule.component
+            if schedule.is_stale or compiled.is_changed(component.module, component.regions):
                 self.rebuild(schedule)
             schedule.start_call()
             schedule.enter()

@@ -14,6 +14,7 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
+from .compiled import is_wrapper, plain, uncompile
 from .errors import LayerwiseOffloadError
 from .fake import META, FakeDevice, faked
 from .headers import checkpoint_dtypes, dtype_of
@@ -278,7 +279,7 @@ def from_pipeline(pipe: DiffusionPipeline, device: FakeDevice, memo: dict[int, A
         elif id(value) in memo and memo[id(value)] is not None:
             made.__dict__[name] = memo[id(value)]
         elif isinstance(value, nn.Module):
-            made.__dict__[name] = from_module(value, device, memo)
+            made.__dict__[name] = from_module(plain(value), device, memo)
         elif hasattr(value, "set_timesteps") or hasattr(value, "step"):
             made.__dict__[name] = copy.deepcopy(value, memo)
     made.set_progress_bar_config(disable=True)
@@ -296,11 +297,14 @@ def from_module(module: nn.Module, device: FakeDevice, memo: dict[int, Any] | No
         for name, value in part.__dict__.items():
             if name in HOOKS:
                 memo[id(value)] = None
+            elif is_wrapper(part) and name == "dynamo_ctx":
+                memo[id(value)] = value
             elif isinstance(value, torch.Tensor):
                 memo[id(value)] = torch.empty(value.shape, dtype=value.dtype, device=META) if _derived(value) else value
         if "_hf_hook" in part.__dict__ or "_diffusers_hook" in part.__dict__:
             memo[id(part.__dict__.get("forward"))] = None
     made = copy.deepcopy(module, memo)
+    uncompile(made)
     for part in made.modules():
         _drop_own_hooks(part)
         for name in HOOKS:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from .compiled import plain
+
 #: Modules by their id: a name that no other one has, the module, and the pipeline that it was found in.
 Slots = dict[int, tuple[str, nn.Module, Any]]
 
@@ -27,8 +29,8 @@ def names_of(pipe: Any) -> list[str]:
 
 
 def modules_of(pipe: Any) -> dict[str, nn.Module]:
-    """A pipeline's modules by name."""
-    return {name: value for name, value in slots_of(pipe).items() if isinstance(value, nn.Module)}
+    """A pipeline's modules by name; what `torch.compile(module)` made of one counts as that module."""
+    return {name: plain(value) for name, value in slots_of(pipe).items() if isinstance(value, nn.Module)}
 
 
 def named_modules(pipes: Sequence[Any], taken: dict[str, int], instead: tuple[Any, str, Any] | None = None) -> Slots:
@@ -46,7 +48,7 @@ def named_modules(pipes: Sequence[Any], taken: dict[str, int], instead: tuple[An
         if instead is not None and instead[0] is pipe:
             modules = {n: m for n, m in modules.items() if n != instead[1]}
             if isinstance(instead[2], nn.Module):
-                modules[instead[1]] = instead[2]
+                modules[instead[1]] = plain(instead[2])
         for name, module in modules.items():
             if id(module) in found:
                 continue

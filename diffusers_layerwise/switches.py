@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import patches, platform
+from . import compiled, patches, platform
 from .errors import LayerwiseOffloadError
 from .handle import OffloadHandle, calling, handle_of
+from .hooks import RootHook, hooks_of, is_guarded
 from .locks import all_locked
 from .members import Members, governors
 from .reads import weights_read_by
 from .schedule import Schedule
 from .slots import modules_of, names_of
+from .watch import touch
 
 Original = Callable[..., Any]
 
@@ -58,7 +60,7 @@ def assign(original: Original, pipe: Any, name: str, value: Any) -> None:
     if handle is None:
         original(name, value)
         if isinstance(value, nn.Module):
-            _join(pipe, value)
+            _join(pipe, compiled.plain(value))
         return
     old = pipe.__dict__.get(name)
     if old is value or not (isinstance(value, nn.Module) or isinstance(old, nn.Module)) or name not in names_of(pipe):
@@ -68,7 +70,9 @@ def assign(original: Original, pipe: Any, name: str, value: Any) -> None:
     change = members.examine(instead=(pipe, name, value))
     original(name, value)
     members.make(change)
-    wrap_models([value])
+    wrap_models([compiled.plain(value)])
+    if compiled.is_wrapper(value):
+        _compiled_anew(compiled.plain(value))
 
 
 def _join(pipe: Any, module: nn.Module) -> None:
@@ -158,6 +162,20 @@ def auto_offload(original: Original, manager: Any, *args: Any, **kwargs: Any) ->
             return original(*args, **kwargs)
     finally:
         manager.components = every
+
+
+# ---------------------------------------------------------------------- compilation
+def compile_module(original: Original, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """`module.compile()`, which `compile_repeated_blocks()` calls too: the component is looked through anew."""
+    original(*args, **kwargs)
+    _compiled_anew(module)
+
+
+def _compiled_anew(module: nn.Module) -> None:
+    touch(module)
+    if any(isinstance(hook, RootHook) for hook in hooks_of(module)):
+        # At once: the next call would already trace into our hooks.
+        compiled.hold(module, is_guarded)
 
 
 # ---------------------------------------------------------------------- devices
@@ -259,7 +277,8 @@ def wrap(kind: type) -> None:
 
 
 def wrap_models(modules: Iterable[Any]) -> None:
-    """Puts the wrappers on the classes of models that edit themselves. Idempotent."""
+    """Puts the wrappers on the classes of models that edit themselves, and on what compiles a module. Idempotent."""
+    patches.wrap_method(nn.Module, "compile", compile_module)
     for kind in {type(module) for module in modules if isinstance(module, nn.Module)}:
         patches.wrap_method(kind, "enable_group_offload", refuse_model)
         for name in EDITORS:

@@ -13,14 +13,14 @@ PACKAGE = Path(__file__).resolve().parent.parent / "diffusers_layerwise"
 DESIGN = PACKAGE.parent / "docs" / "design.md"
 
 ORDER = """
-    errors log progress device_maps config watch tensors ranks parts adapters casting residence reads discovery
-    platform headers files host hostmemory plan selection profiles simulate placement rings gather search auto
-    pieces tape transfer staging reader binding group demand measure specs order course ways cuts schedule tapes
-    tuning passes checkpoints shared tiers readahead sharing shortage activations clock terms fitting locks runtime
-    inputs attempt copies hooks patches registries moves weights_maps dispatched conflicts report lanes page figure
-    timeline mapping components slots adoption members handle switches pipeline flops live twins fake standins
-    skeleton trace repeats recorder cache tracing hardware cost hostplans predict planning rivals weight_cache
-    loading doctor cli __init__ __main__
+    errors log progress device_maps config watch tensors ranks parts adapters casting compiled residence reads
+    discovery platform headers files host hostmemory plan selection profiles simulate placement rings gather search
+    auto pieces tape transfer staging reader binding group demand measure specs order course ways cuts schedule
+    tapes tuning passes checkpoints shared tiers readahead sharing shortage activations clock terms fitting locks
+    runtime inputs attempt copies hooks patches registries moves weights_maps dispatched conflicts report lanes page
+    figure timeline mapping components slots adoption members handle switches pipeline flops live twins fake
+    standins skeleton trace repeats recorder cache tracing hardware cost hostplans predict planning rivals
+    weight_cache loading doctor cli __init__ __main__
 """.split()
 """Each module imports only from those before it."""
 
