@@ -30,6 +30,12 @@ TABLES = {
     "*Before ours*: put on before layerwise offload was enabled. What can be taken off again was, in both orders.",
     "Quantised weights": "Against the same quantised component as a resident one on the same device. *sim*: the "
     "simulated device; *cpu*: the CPU as the execution device, for kernels that the simulated one doesn't have.",
+    "torch.compile": "Against the same pipeline, resident and compiled with the same backend (eager): no graph breaks, "
+    "nothing compiled again after the first call. *Before ours*: compiled before layerwise offload was enabled.",
+    "Several ranks": "torch.distributed over gloo on the CPU, in two and in four processes, against the same ranks "
+    "without offload.",
+    "Schedulers": "Each in a pipeline that uses it, all components streaming in mode `memory`, two calls, on the "
+    "simulated device.",
     "Training": "Gradients and train mode on a component that streams.",
     "Pipelines": "`all`: every component streams, in mode `memory`. `dit`: the denoisers stream, the rest is placed on "
     "the device. Two calls with different prompts; then everything is taken off, and each weight is where it was.",

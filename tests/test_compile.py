@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 
 import factory
 import models
+from compatibility import Cell
 from diffusers_layerwise import LayerwiseOffloadError, apply_layerwise_offload, plan_layerwise_offload
 from diffusers_layerwise.compiled import Held, Outside
 
@@ -29,6 +30,12 @@ HOW: dict[str, Callable[..., Any]] = {
         getattr(pipe, name), "forward", torch.compile(getattr(pipe, name).forward, **options)
     ),
 }
+CALLED = {
+    "compile": "`pipe.transformer.compile()`",
+    "wrapped": "`pipe.transformer = torch.compile(...)`",
+    "forward": "`transformer.forward = torch.compile(...)`",
+}
+SIDE = {"before": "before ours", "after": "after ours", "after a call": "after ours"}
 WHOLE = [how for how in HOW if how != "blocks"]
 
 
@@ -89,8 +96,9 @@ def own_traces(module: nn.Module) -> list[str]:
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=SLOW)])
 @pytest.mark.parametrize("case", ["flux", pytest.param("sd15", marks=SLOW)])
 def test_compiled_blocks_stream_without_breaks_and_compile_as_often_as_resident_ones(
-    case: str, backend: str, when: str, device: str
+    case: str, backend: str, when: str, device: str, cell: Cell
 ) -> None:
+    cell("torch.compile", f"`compile_repeated_blocks()`, {case}", SIDE[when])
     expected, graphs = resident(case, device, "blocks", backend)
     pipe = factory.CASES[case].build()
     counter = compiled(pipe, "blocks", backend) if when == "before" else None
@@ -114,8 +122,9 @@ def test_compiled_blocks_stream_without_breaks_and_compile_as_often_as_resident_
 @pytest.mark.parametrize("how", WHOLE)
 @pytest.mark.parametrize("case", ["flux", pytest.param("sd15", marks=SLOW)])
 def test_a_denoiser_compiled_as_a_whole_runs_with_compiled_blocks_and_is_itself_again_afterwards(
-    case: str, how: str, when: str, sim: Any
+    case: str, how: str, when: str, sim: Any, cell: Cell
 ) -> None:
+    cell("torch.compile", f"{CALLED[how]}, {case}", SIDE[when], "right: with its blocks compiled")
     expected, _ = resident(case, "sim", how, "eager")
     _, graphs = resident(case, "sim", "blocks", "eager")
     pipe = factory.CASES[case].build()
@@ -373,7 +382,8 @@ def test_compiled_code_of_unknown_origin_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("how", ["blocks", "compile", "wrapped"])
-def test_device_graphs_are_refused_by_name(how: str, sim: Any) -> None:
+def test_device_graphs_are_refused_by_name(how: str, sim: Any, cell: Cell) -> None:
+    cell("torch.compile", "CUDA graphs (`mode='reduce-overhead'`)", "before ours", "refused")
     pipe = factory.CASES["flux"].build()
     HOW[how](pipe, "transformer", mode="reduce-overhead")
     with pytest.raises(LayerwiseOffloadError, match=r"'transformer' is compiled with CUDA graphs.*no-cudagraphs"):

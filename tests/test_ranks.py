@@ -20,6 +20,7 @@ from torch import nn
 
 import models
 import rank_cases
+from compatibility import Cell
 from diffusers_layerwise import LayerwiseOffloadError, apply_layerwise_offload, shared
 from diffusers_layerwise.discovery import discover
 from rank_cases import WEIGHTS, Found
@@ -50,7 +51,8 @@ def sharing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 # ---------------------------------------------------------------------- tensor parallel
 @pytest.mark.parametrize("name", ["memory", "auto", "uneven"])
-def test_a_tensor_parallel_pipeline_streams_its_shards(name: str, parallel: Results) -> None:
+def test_a_tensor_parallel_pipeline_streams_its_shards(name: str, parallel: Results, cell: Cell) -> None:
+    cell("Several ranks", "tensor parallel (`parallelize_module`)", "before ours")
     for rank, found in enumerate(parallel[name]):
         assert found["equal"] == [True] * 3, (rank, found)
         assert found["shards"] > 8
@@ -73,7 +75,8 @@ def test_edits_of_sharded_weights_are_kept(parallel: Results) -> None:
         assert found == {"equal": [True] * 4, "weights": True}
 
 
-def test_a_module_may_be_parallelised_after_layerwise_offload(parallel: Results) -> None:
+def test_a_module_may_be_parallelised_after_layerwise_offload(parallel: Results, cell: Cell) -> None:
+    cell("Several ranks", "tensor parallel (`parallelize_module`)", "after ours")
     for found in parallel["parallelised_later"]:
         assert found["equal"] == [True] * 3
         assert found["shards"] > 8
@@ -91,8 +94,10 @@ def test_a_module_may_be_parallelised_after_layerwise_offload(parallel: Results)
         ("late", "'Chain' can't be streamed: Chain is under fully_shard() (FSDP2)"),
     ],
 )
-def test_what_gathers_weights_itself_is_refused_by_name(name: str, says: str, parallel: Results) -> None:
+def test_what_gathers_weights_itself_is_refused_by_name(name: str, says: str, parallel: Results, cell: Cell) -> None:
     """Before it, with nothing changed; after it, at the next pass."""
+    row = {"fsdp1": "FSDP1", "ddp": "`DistributedDataParallel`"}.get(name, "FSDP2 (`fully_shard`)")
+    cell("Several ranks", row, "after ours" if name == "late" else "before ours", "refused")
     for found in parallel["fsdp"]:
         error = found["errors"][name]
         assert error.startswith("LayerwiseOffloadError")
@@ -102,7 +107,8 @@ def test_what_gathers_weights_itself_is_refused_by_name(name: str, says: str, pa
         assert not found["touched"].get(name, found["late touched"])
 
 
-def test_a_component_under_fsdp_is_left_alone_beside_others_that_stream(parallel: Results) -> None:
+def test_a_component_under_fsdp_is_left_alone_beside_others_that_stream(parallel: Results, cell: Cell) -> None:
+    cell("Several ranks", "FSDP2, other components selected", "before ours", "right: left alone")
     for found in parallel["fsdp_in_a_pipeline"]:
         assert "'transformer' can't be streamed" in found["error"]
         assert "components=['all', '!transformer']" in found["error"]
@@ -125,7 +131,8 @@ def total(found: list[Found], name: str) -> float:
 
 
 @pytest.mark.parametrize("name", ["shared_copy", "mapped_checkpoint", "shared_checkpoint"])
-def test_ranks_hold_one_copy_of_the_same_weights(name: str, sharing: Results) -> None:
+def test_ranks_hold_one_copy_of_the_same_weights(name: str, sharing: Results, cell: Cell) -> None:
+    cell("Several ranks", "one host copy for all (`host='shared'`, or a mapped checkpoint)", "before ours")
     """The ring of two slots is each rank's own; all else is there once."""
     world = len(sharing[name])
     ring = 2 / rank_cases.DEPTH

@@ -21,6 +21,7 @@ from diffusers import DiffusionPipeline, SchedulerMixin
 
 import diffusers_layerwise  # noqa: F401
 import factory
+from compatibility import Cell
 from factory.core import enliven, pipeline, to_tensor
 from factory.text import WIDTH, tiny_clip_text
 from factory.tokenizers import build_clip_tokenizer
@@ -296,7 +297,8 @@ def expected(name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", parameters())
-def test_a_scheduler_in_a_streamed_pipeline(sim: ModuleType, name: str, when: str) -> None:
+def test_a_scheduler_in_a_streamed_pipeline(sim: ModuleType, name: str, when: str, cell: Cell) -> None:
+    cell("Schedulers", name, f"{when} ours")
     if is_missing(scheduler_class(name)):
         pytest.skip(f"needs {scheduler_class(name)._backends}")  # type: ignore[attr-defined]
     use = USES[name]
