@@ -82,10 +82,12 @@ def decide(specs: Sequence[ComponentSpec], request: Request, policy: Policy | No
         if policy.free is not None and enough is not None and policy.free >= enough and _all_fit(specs, request):
             note = f"auto: everything resident: {format_bytes(policy.free)} are free, at least {format_bytes(enough)}"
             return Decision(Mode.AUTO, notes=(note,))
-    # A budget says how much may be used, so a profile can't make less of it.
+    # A budget says how much may be used, so a profile can't make less of it. Nor does a shipped one spend it on what
+    # saves no time: a VAE that is kept takes room from the denoiser for the whole call, and saves one load of itself.
     mode = Mode.AUTO if policy.has_budget else profile.mode
     notes = [] if mode is Mode.AUTO else [f"auto: mode {mode.value}, as the profile {policy.profile.origin} says"]
-    resident = _kept(specs, request, profile.keep_resident_components) if not policy.has_components else ()
+    keeps = not policy.has_components and not (policy.has_budget and policy.profile.is_shipped)
+    resident = _kept(specs, request, profile.keep_resident_components) if keeps else ()
     prefetch = _prefetch(_as(specs, resident, Choice.RESIDENT), request, profile.prefetch)
     return Decision(mode, (), resident, prefetch, tuple(notes))
 

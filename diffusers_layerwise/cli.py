@@ -1,4 +1,4 @@
-"""The command line: `diffusers-layerwise plan FOLDER ...`, `diffusers-layerwise cache` and `... hardware`."""
+"""The command line: `diffusers-layerwise plan FOLDER ...`, `... doctor`, `... cache` and `... hardware`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from . import doctor, weight_cache
 from . import hardware as devices
-from . import weight_cache
 from .config import format_bytes
 from .errors import LayerwiseOffloadError
 from .planning import plan_layerwise_offload
@@ -69,6 +69,12 @@ def _parser() -> argparse.ArgumentParser:
     kept = commands.add_parser("cache", help="converted weights that were kept: what is there, check it, remove it")
     kept.set_defaults(run=run_cache)
     kept.add_argument("action", nargs="?", default="list", choices=("list", "verify", "clear"), help="list by default")
+    looked = commands.add_parser("doctor", help="what this machine says, and what would be chosen for a folder")
+    looked.set_defaults(run=run_doctor)
+    looked.add_argument("folder", nargs="?", help="a pipeline's folder, with model_index.json")
+    looked.add_argument("--device", help="such as cuda; by default the accelerator, else the CPU")
+    looked.add_argument("--quick", action="store_true", help="measure nothing")
+    looked.add_argument("--json", action="store_true", help="print JSON")
     measured = commands.add_parser("hardware", help="measure this machine's device, and keep it for plans")
     measured.set_defaults(run=run_hardware)
     measured.add_argument("--device", help="such as cuda; by default the accelerator, else the CPU")
@@ -210,6 +216,12 @@ def _cached() -> list[str]:
     found = weight_cache.entries()
     total = format_bytes(sum(entry.nbytes for entry in found))
     return [f"{weight_cache.root()}: {total} of converted weights", *(f"  {entry}" for entry in found)]
+
+
+def run_doctor(options: argparse.Namespace) -> str:
+    """The `doctor` command's output."""
+    found = doctor.examine(options.folder, options.device, 0 if options.quick else doctor.SECONDS)
+    return json.dumps(found.to_dict(), indent=2) if options.json else str(found)
 
 
 def run_hardware(options: argparse.Namespace) -> str:

@@ -37,6 +37,14 @@ def available_memory(root: Path = Path("/")) -> int | None:
     return max(0, min(found)) if found else None
 
 
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """The tightest limit, in bytes, of this process's control groups; None where there is none."""
+    names = ("memory.max", "memory.limit_in_bytes")
+    found = [limit for folder in _groups(root) for name in names if (limit := _number(folder / name)) is not None]
+    # Version 1 writes "no limit" as the largest number of whole pages.
+    return min((limit for limit in found if limit < 1 << 60), default=None)
+
+
 def local_processes(environment: Mapping[str, str] | None = None) -> int:
     """How many processes share this host's memory, as far as their launcher says; 1 where it says nothing."""
     environment = os.environ if environment is None else environment

@@ -129,6 +129,12 @@ def device_name(device: torch.device) -> str:
     return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
 
 
+def total_memory(device: torch.device) -> int | None:
+    """Bytes that a device has, as its driver says; None for the CPU and for backends that don't say."""
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    return int(module.mem_get_info(device)[1]) if module is not None and hasattr(module, "mem_get_info") else None
+
+
 def host_memory() -> int:
     """Bytes of the host's memory; 0 where the system doesn't say."""
     try:
@@ -158,6 +164,20 @@ def pin_in_place(buffer: torch.Tensor) -> None:
 def unpin_in_place(pointer: int) -> None:
     """Undoes [`pin_in_place`]; must run before the memory is freed."""
     torch.cuda.cudart().cudaHostUnregister(pointer)  # type: ignore[no-untyped-call]
+
+
+def try_pinning(device: torch.device, count: int = 1 << 20) -> str | None:
+    """Page-locks a little memory for a device and lets go of it again. Returns why it fails, or None where it works."""
+    try:
+        if can_pin_in_place(device):
+            probe = torch.empty(count, dtype=torch.uint8)
+            pin_in_place(probe)
+            unpin_in_place(probe.data_ptr())
+        else:
+            new_pinned(count, device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return None
 
 
 def new_pinned(count: int, device: torch.device) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from . import auto
-from .config import format_bytes, parse_bytes
+from .config import Mode, format_bytes, parse_bytes
 from .cost import (
     FREE,
     Problem,
@@ -158,13 +158,18 @@ class PredictedPlan(OffloadPlan):
             + (f", ring of {self.slots} slots of {format_bytes(self.slot_bytes)}" if self.slots else ""),
             *_table(self.predictions),
             _times(self),
-            f"runs from {format_bytes(self.smallest_budget)}; "
-            + (f"streaming is free from about {format_bytes(self.free_budget)}; " if self.free_budget else "")
-            + f"all resident from {format_bytes(self.resident_budget)}",
+            f"runs from {format_bytes(self.smallest_budget)}{_thresholds(self)}",
         ]
         if self.host is not None and self.problem is not None:
             lines += [str(disk_use(self.problem, self)), *str(self.host).splitlines()[1:]]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def _thresholds(plan: PredictedPlan) -> str:
+    if plan.mode is Mode.MEMORY:
+        return ", and takes no more of a larger budget (mode memory)"
+    free = f"; streaming is free from about {format_bytes(plan.free_budget)}" if plan.free_budget else ""
+    return f"{free}; all resident from {format_bytes(plan.resident_budget)}"
 
 
 def _times(plan: PredictedPlan) -> str:

@@ -90,10 +90,11 @@ Declared = OffloadProfile | Callable[[Any], OffloadProfile | None]
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A profile that applies, and who declared it."""
+    """A profile that applies, and who declared it; `is_shipped`: neither the user nor the pipeline's class did."""
 
     profile: OffloadProfile
     origin: str
+    is_shipped: bool = False
 
     def __str__(self) -> str:
         why = f": {self.profile.reason}" if self.profile.reason else ""
@@ -167,8 +168,8 @@ def find_profile(pipe: Any) -> Found:
                 continue
             if not isinstance(profile, OffloadProfile):
                 raise TypeError(f"the layerwise offload profile {origin} must be an OffloadProfile, got {profile!r}.")
-            return Found(profile, origin)
-    return Found(IMAGE, "default")
+            return Found(profile, origin, profile is SHIPPED.get(base.__name__))
+    return Found(IMAGE, "default", True)
 
 
 def _declared(base: type) -> Iterator[tuple[Declared, str]]:

@@ -206,12 +206,14 @@ def _on_host(members: Iterable[Members]) -> Iterator[None]:
                 yield
         finally:
             for schedule, parts in zip(schedules, before, strict=True):
-                # What is taken out of a module (an adapter that is deleted) is told to nobody.
+                # What is taken out of a module (an adapter that is deleted), or grows in place (the table of an encoder
+                # that gets new tokens), is told to nobody.
                 schedule.is_stale = schedule.is_stale or parts != _parts(schedule.component.module)
 
 
-def _parts(module: nn.Module) -> list[int]:
-    return [*map(id, module.modules()), *map(id, module.parameters())]
+def _parts(module: nn.Module) -> list[tuple[int, int]]:
+    """The modules and parameters, with the elements of each."""
+    return [*((id(m), 0) for m in module.modules()), *((id(p), p.numel()) for p in module.parameters())]
 
 
 def wrap(kind: type) -> None:

@@ -19,7 +19,7 @@ ORDER = """
     activations clock terms fitting locks runtime inputs attempt copies hooks patches registries moves weights_maps
     dispatched conflicts report mapping components slots adoption members handle switches pipeline flops live twins fake
     standins skeleton trace repeats recorder cache tracing hardware cost hostplans predict planning rivals weight_cache
-    loading cli __init__ __main__
+    loading doctor cli __init__ __main__
 """.split()
 """Each module imports only from those before it."""
 

@@ -50,8 +50,8 @@ def bare(kind: type) -> Any:
 
 
 def test_a_class_without_a_profile_has_that_of_the_nearest_class_it_derives_from() -> None:
-    assert find_profile(bare(FluxPipeline)) == Found(profiles.FLUX, "shipped for FluxPipeline")
-    assert find_profile(bare(Own)) == Found(profiles.FLUX, "shipped for FluxPipeline")
+    assert find_profile(bare(FluxPipeline)) == Found(profiles.FLUX, "shipped for FluxPipeline", True)
+    assert find_profile(bare(Own)) == Found(profiles.FLUX, "shipped for FluxPipeline", True)
     assert find_profile(bare(DiffusionPipeline)).profile is IMAGE
 
 
@@ -267,6 +267,15 @@ def test_a_profile_is_in_the_plan_of_a_pipeline_that_declares_it() -> None:
     assert sorted(kept) == ["text_encoder", "vae"]
     asked = pipe.enable_layerwise_offload({"all": "layerwise"}, onload_device="cpu", memory_budget="1MiB")
     assert asked.plan.component("vae").choice is Choice.LAYERWISE
+
+
+def test_a_shipped_profile_keeps_nothing_of_an_explicit_budget_from_the_denoiser() -> None:
+    pipe = factory.CASES["flux"].build()
+    assert profiles.FLUX.keep_resident_components == ("vae",)
+    auto = pipe.enable_layerwise_offload(onload_device="cpu", memory_budget="1MiB").plan
+    assert not [c.name for c in auto.components if c.choice is Choice.RESIDENT]
+    speed = pipe.enable_layerwise_offload(onload_device="cpu", memory_budget="1MiB", mode="speed").plan
+    assert [(c.name, c.groups) for c in auto.components] == [(c.name, c.groups) for c in speed.components]
 
 
 def test_planning_without_a_device_goes_by_the_same_profile(tmp_path: Path) -> None:
