@@ -118,6 +118,13 @@ def test_two_gpus(tmp_path: Path, sim: ModuleType) -> None:
     assert "resident on sim:1, as its device map says" in printed
 
 
+@pytest.mark.slow
+def test_training_makes_a_pipeline_that_the_quickstart_runs(tmp_path: Path) -> None:
+    needs("sklearn", extra="train")
+    run("train_digits", tmp_path, "made", "--vae-steps", "10", "--steps", "10")
+    assert "identical" in run("quickstart", tmp_path, "made", "--prompt", "a seven", "--steps", "2")
+
+
 @pytest.fixture
 def loras(tmp_path: Path) -> Path:
     """A folder with a LoRA, random but clearly to be seen."""
