@@ -1,7 +1,7 @@
 """Docstrings in Hugging Face's style, read as Google's: an extension of griffe, which the API reference is made with.
 
-``name (`int`, *optional*): text`` becomes ``name: text``, since the signature has the type. Several names before one text
-get a line each. ``Example:`` is a section of code. ``Returns:`` goes where it only repeats the signature's type.
+``name (`int`, *optional*): text`` becomes ``name: text``, since the signature has the type. Several names before one
+text get a line each. ``Example:`` is a section of code. ``Returns:`` goes where it only repeats the signature's type.
 ``[`Name`]`` becomes code.
 """
 

@@ -1,8 +1,8 @@
 """The pages: their code blocks run, on tiny stand-ins for what they load, and their links can be right.
 
-The blocks of a page share a namespace and run in order, on the simulated device. Whatever a page loads is a tiny pipeline
-of random weights, of the class that it asks for, and calls are made as small as that; names and arguments are those of
-the page. A block that can't run has a comment before it: `<!-- not run: why -->`.
+The blocks of a page share a namespace and run in order, on the simulated device. Whatever a page loads is a tiny
+pipeline of random weights, of the class that it asks for, and calls are made as small as that; names and arguments are
+those of the page. A block that can't run has a comment before it: `<!-- not run: why -->`.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def surroundings(
 
 
 # ---------------------------------------------------------------------- code
-@pytest.mark.parametrize("page", filter(has_blocks, PAGES), ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [page for page in PAGES if has_blocks(page)], ids=lambda page: page.stem)
 def test_code_blocks_of_a_page_run(page: Path, surroundings: Callable[[], dict[str, Any]], web: Web) -> None:
     """Those that aren't marked; in order, in one namespace."""
     names = surroundings()
