@@ -154,7 +154,10 @@ def surroundings(
     monkeypatch.setattr("diffusers.utils.export_to_video", lambda frames, path, fps: None)
     for registry in (profiles, discovery):
         monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.chdir(tmp_path)
+    sim.configure(ndev=2)
+    sim.set_device(0)
 
     def names() -> dict[str, Any]:
         found = {name: getattr(diffusers, name) for name in ("DiffusionPipeline", "FluxPipeline", "WanPipeline")}
@@ -185,7 +188,7 @@ def test_code_blocks_of_a_page_run(page: Path, surroundings: Callable[[], dict[s
         if reason is not None:
             assert len(reason) > 8, f"{page.name}:{line}: say why it isn't run"
             continue
-        here = re.sub(r'(["\'])cuda\1', '"sim"', code)
+        here = re.sub(r'(["\'])cuda(["\':])', r"\1sim\2", code)
         try:
             exec(compile("\n" * (line - 1) + here, str(page), "exec"), names)
             web.call_all()
