@@ -12,29 +12,39 @@ from typing import Any
 
 import griffe
 
-_ENTRY = re.compile(r"^( +)((?:`?\w+`?(?: \([^)]*`[^)]*\))?)(?:, `?\w+`?(?: \([^)]*`[^)]*\))?)*): (.*)$")
+#: The head of an entry: its names, each with or without a type.
+_ENTRY = re.compile(r"^( +)(`?\w+`?(?: \([^)]*`[^)]*\))?(?:, `?\w+`?(?: \([^)]*`[^)]*\))?)*): ")
 _NAME = re.compile(r"`?(\w+)`?(?: \([^)]*\))?")
-_SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Example):$")
 
 
 def as_google(text: str) -> str:
     """A docstring (without the indentation of its code) in Google's style."""
-    lines, section, depth = [], "", 0
-    for line in text.splitlines():
-        head = _SECTION.match(line)
-        if head:
-            section, depth = head[1], 0
-            lines.append({"Example": "Examples:"}.get(section, line))
-            continue
-        if section in ("Args", "Attributes", "Raises") and line.strip():
-            depth = depth or len(line) - len(line.lstrip())
-            entry = _ENTRY.match(line)
-            if entry and len(entry[1]) == depth:
-                lines += [f"{entry[1]}{name}: {entry[3]}" for name in _names(entry[2])]
-                continue
-        lines.append(line)
-    text = re.sub(r"^Returns:\n +`[^`\n]+`\n?", "", "\n".join(lines), flags=re.MULTILINE)
+    text = re.sub(r"^Returns:\n +`[^`\n]+`(\n\n?|$)", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
+    text = re.sub(r"^(Args|Attributes|Raises):\n((?: +\S.*(?:\n|$))+)", _section, text, flags=re.MULTILINE)
     return re.sub(r"\[(`[^`\]]+`)\](?![(\[])", r"\1", text)
+
+
+def _section(match: re.Match[str]) -> str:
+    """A section with an entry for each name. A line that isn't indented further than the first begins an entry."""
+    lines = match[2].rstrip("\n").split("\n")
+    depth = len(lines[0]) - len(lines[0].lstrip())
+    entries: list[str] = []
+    for line in lines:
+        if entries and len(line) - len(line.lstrip()) > depth:
+            entries[-1] += "\n" + line
+        else:
+            entries.append(line)
+    end = "\n" if match[2].endswith("\n") else ""
+    return "\n".join([f"{match[1]}:", *map(_entry, entries)]) + end
+
+
+def _entry(text: str) -> str:
+    """An entry, once for each of its names and without their types."""
+    head = _ENTRY.match(text)
+    if head is None:
+        return text
+    return "\n".join(f"{head[1]}{name}: {text[head.end() :]}" for name in _names(head[2]))
 
 
 def _names(text: str) -> list[str]:

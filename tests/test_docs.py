@@ -250,12 +250,13 @@ def test_docstrings_in_hugging_faces_style_are_read_as_googles() -> None:
     pytest.importorskip("griffe", reason="comes with the extra `docs`")
     text = (
         "Does it, see [`Mode`].\n\nArgs:\n    a (`int`, *optional*): One\n        or two.\n"
-        "    b, c (`str`): Texts: all.\n"
+        "    b, c (`str`): Texts:\n        all.\n"
         "    d (`int`), `e` (`str`): Both.\n\nReturns:\n    `int`\n\nRaises:\n    TypeError, ValueError: Bad.\n\n"
         "Example:\n    >>> f(1)"
     )
     assert load(".ci/docstrings.py").as_google(text) == (
-        "Does it, see `Mode`.\n\nArgs:\n    a: One\n        or two.\n    b: Texts: all.\n    c: Texts: all.\n"
+        "Does it, see `Mode`.\n\nArgs:\n    a: One\n        or two.\n"
+        "    b: Texts:\n        all.\n    c: Texts:\n        all.\n"
         "    d: Both.\n    e: Both.\n\nRaises:\n    TypeError: Bad.\n    ValueError: Bad.\n\n"
         "Examples:\n    >>> f(1)"
     )
