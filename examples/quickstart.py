@@ -1,7 +1,9 @@
-"""Runs a diffusers checkpoint resident and then layer by layer, and checks that both give the same image.
+"""Runs a diffusers checkpoint resident and then layer by layer, and checks that both give the same pictures.
 
 Usage:
-    python examples/quickstart.py                # makes a small Flux checkpoint first; needs no network and no GPU
+    python examples/quickstart.py                # the small model in examples/digits; needs no network and no GPU
+    python examples/quickstart.py --prompt "a red seven"
+    python examples/quickstart.py --flux         # makes a larger checkpoint, Flux with random weights: paints noise
     python examples/quickstart.py ~/models/FLUX.1-dev --mode auto --memory-budget 8GiB
 """
 
@@ -16,18 +18,22 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline
-from PIL import Image
-from tiny_checkpoint import make_checkpoint
+from PIL import Image, ImageDraw
 
 import diffusers_layerwise  # noqa: F401  (gives every pipeline `enable_layerwise_offload`)
+
+DIGITS = Path(__file__).parent / "digits"
+TEN = "zero,a red one,two,a green three,four,a blue five,six,a yellow seven,eight,a red nine".split(",")
+FOX = ["a photo of a red fox sitting in fresh snow, soft morning light"]
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", nargs="?", type=Path, help="a folder; without one, a small checkpoint is made")
-    parser.add_argument("--prompt", default="a photo of a red fox sitting in fresh snow, soft morning light")
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--height", type=int, help="default: 256 for the small checkpoint, else the pipeline's own")
+    parser.add_argument("checkpoint", nargs="?", type=Path, help="a folder (default: the digits that come with this)")
+    parser.add_argument("--flux", action="store_true", help="make a Flux checkpoint with random weights, and run that")
+    parser.add_argument("--prompt", nargs="+", help="one or more; default: ten digits, or a fox")
+    parser.add_argument("--steps", type=int, help="default: 20 for the digits, else 4")
+    parser.add_argument("--height", type=int, help="default: 256 for --flux, else the pipeline's own")
     parser.add_argument("--width", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mode", default="memory", choices=["auto", "memory", "speed", "manual"])
@@ -36,9 +42,17 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--out", type=Path, default=Path("quickstart.png"))
     args = parser.parse_args()
-    if args.checkpoint is None:
+    if args.flux and args.checkpoint:
+        parser.error("--flux makes a checkpoint of its own: give a folder or --flux")
+    if args.flux:
+        from tiny_checkpoint import make_checkpoint
+
         args.checkpoint = make_checkpoint()
         args.height, args.width = args.height or 256, args.width or 256
+    digits = args.checkpoint is None
+    args.checkpoint = args.checkpoint or DIGITS
+    args.prompt = args.prompt or (TEN if digits else FOX)
+    args.steps = args.steps or (20 if digits else 4)
     return args
 
 
@@ -48,13 +62,15 @@ def best_device() -> torch.device:
 
 
 def paint(pipe: DiffusionPipeline, args: argparse.Namespace) -> tuple[np.ndarray, float]:
-    """One call with a fresh generator: the pixels, and the seconds it took."""
+    """One call with fresh generators: the pixels, and the seconds it took."""
+    generators = [torch.Generator("cpu").manual_seed(args.seed + i) for i in range(len(args.prompt))]
+    one = len(args.prompt) == 1
     wanted: dict[str, Any] = {
-        "prompt": args.prompt,
+        "prompt": args.prompt[0] if one else args.prompt,
         "height": args.height,
         "width": args.width,
         "num_inference_steps": args.steps,
-        "generator": torch.Generator("cpu").manual_seed(args.seed),
+        "generator": generators[0] if one else generators,
         "output_type": "np",
     }
     accepted = inspect.signature(pipe.__call__).parameters
@@ -65,7 +81,7 @@ def paint(pipe: DiffusionPipeline, args: argparse.Namespace) -> tuple[np.ndarray
 
 
 def paint_resident(pipe: DiffusionPipeline, device: torch.device, args: argparse.Namespace) -> np.ndarray | None:
-    """The image of the stock pipeline with everything on the device, or None where that does not fit."""
+    """The pictures of the stock pipeline with everything on the device, or None where that does not fit."""
     try:
         pipe.to(device)
         pixels, seconds = paint(pipe, args)
@@ -77,9 +93,23 @@ def paint_resident(pipe: DiffusionPipeline, device: torch.device, args: argparse
     return pixels
 
 
-def save_png(pixels: np.ndarray, path: Path) -> None:
-    first = pixels.reshape(-1, *pixels.shape[-3:])[0]  # the first image, or the first frame of a video
-    Image.fromarray((first * 255).round().astype(np.uint8).squeeze()).save(path)
+def save_png(rows: dict[str, np.ndarray], path: Path) -> None:
+    """A row of pictures for each caption, one above the other."""
+    parts = []
+    for caption, pixels in rows.items():
+        if pixels.ndim == 5:
+            pixels = pixels[:, 0]  # the first frame of each video
+        strip = Image.fromarray((np.concatenate(pixels, axis=1) * 255).round().astype(np.uint8).squeeze())
+        if strip.height < 96:
+            strip = strip.resize((strip.width * 3, strip.height * 3), Image.Resampling.BICUBIC)
+        parts.append((caption, strip))
+    sheet = Image.new("RGB", (parts[0][1].width, sum(strip.height + 20 for _, strip in parts)), "white")
+    top = 0
+    for caption, strip in parts:
+        ImageDraw.Draw(sheet).text((6, top + 4), caption, fill="black")
+        sheet.paste(strip, (0, top + 20))
+        top += strip.height + 20
+    sheet.save(path)
 
 
 def main() -> None:
@@ -95,14 +125,15 @@ def main() -> None:
     first, first_seconds = paint(pipe, args)  # learns in which order the layers run
     second, second_seconds = paint(pipe, args)
     print(f"layerwise   {first_seconds:.2f} s the first time, {second_seconds:.2f} s the second, mode {args.mode}")
-    save_png(second, args.out)
-    print(f"image       {args.out}")
+    rows = {} if expected is None else {"resident": expected}
+    save_png(rows | {"layer by layer": second}, args.out)
+    print(f"pictures    {args.out}: {', '.join(args.prompt)}")
 
     for pixels in (first, second):
         if expected is not None and not np.array_equal(pixels, expected):
-            raise SystemExit("The layerwise image differs from the resident one: please report this.")
+            raise SystemExit("A layerwise picture differs from the resident one: please report this.")
     if expected is not None:
-        print("identical   both layerwise images equal the resident one bit for bit")
+        print("identical   what both layerwise calls painted equals the resident pictures bit for bit")
 
     print(handle.report())
     report = handle.report().to_dict()

@@ -3,6 +3,8 @@
 Nothing is downloaded. Every part is the class a full-size checkpoint has (FluxTransformer2DModel with double and
 single blocks, a CLIP and a T5 text encoder, AutoencoderKL, the flow-match scheduler), and both tokenizers are made
 here from a few sentences. The picture it paints is noise; what it is good for is moving weights about.
+
+    python examples/tiny_checkpoint.py my-flux
 """
 
 from __future__ import annotations
@@ -130,7 +132,7 @@ def build_pipeline(dtype: torch.dtype = torch.bfloat16) -> FluxPipeline:
     )
 
 
-def make_clip_tokenizer(merge_count: int = 400) -> CLIPTokenizer:
+def make_clip_tokenizer(corpus: str = CORPUS, merge_count: int = 400, length: int = 77) -> CLIPTokenizer:
     """CLIP's byte-level BPE, with the most frequent merges of the corpus.
 
     Trained by hand, since `tokenizers.trainers` breaks ties differently in every process and a checkpoint should be
@@ -138,7 +140,7 @@ def make_clip_tokenizer(merge_count: int = 400) -> CLIPTokenizer:
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     symbols = alphabet + [f"{byte}</w>" for byte in alphabet]
-    words = Counter(re.findall(r"[a-z]+|[^\sa-z]", CORPUS.lower()))
+    words = Counter(re.findall(r"[a-z]+|[^\sa-z]", corpus.lower()))
     split = {word: (*word[:-1], f"{word[-1]}</w>") for word in words}
     merges: list[tuple[str, str]] = []
     for _ in range(merge_count):
@@ -154,7 +156,7 @@ def make_clip_tokenizer(merge_count: int = 400) -> CLIPTokenizer:
     symbols += dict.fromkeys("".join(merge) for merge in merges)
     # CLIP's text model pools at the end-of-text mark, which has the highest id of all.
     vocab = {symbol: i for i, symbol in enumerate([*symbols, "<|startoftext|>", "<|endoftext|>"])}
-    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=77)
+    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=length)
 
 
 def merge_pair(parts: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
