@@ -133,7 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="where to put the checkpoint")
     parser.add_argument("--vae-steps", type=int, default=300)
-    parser.add_argument("--steps", type=int, default=1200, help="of the UNet and the text encoder")
+    parser.add_argument("--steps", type=int, default=1000, help="of the UNet and the text encoder")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
