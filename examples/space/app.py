@@ -4,7 +4,7 @@
     MODEL=black-forest-labs/FLUX.1-dev python examples/space/app.py
 
 MODEL is a folder or a repository of the hub; without it, it is the small model of digits that comes with the examples.
-DTYPE (bfloat16) and HOST (where weights wait, see the package's docs) come from the environment too.
+DTYPE, HOST and SECONDS come from the environment too: see README.md.
 
 Nothing here touches a device before a request: on ZeroGPU a device is lent to a forked worker for one call, and the
 process that is forked may not use any.
@@ -12,6 +12,7 @@ process that is forked may not use any.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ import torch
 from painter import Painter, amount, find_model, load, unit_of
 
 MODES = ["auto", "memory", "speed"]
-SECONDS = 120  # for which ZeroGPU lends a device at most
+#: For which ZeroGPU lends a device to a call, at most.
+SECONDS = int(os.environ.get("SECONDS", "120"))
 
 
 def on_device(function: Any) -> Any:
@@ -38,7 +40,7 @@ STYLE = """
 .report { font: 12px/1.5 ui-monospace, Menlo, Consolas, monospace; white-space: pre; overflow: auto; max-height: 340px;
   margin: 0; padding: 10px 12px; border-radius: 8px; background: var(--background-fill-secondary);
   color: var(--body-text-color); }
-.timeline iframe { display: block; border-radius: 8px; color-scheme: light; background: #fff; }
+.timeline iframe { display: block; height: 600px !important; border-radius: 8px; color-scheme: light; background: #fff; }
 .dark .timeline iframe { color-scheme: dark; background: #0d1117; }
 .empty { padding: 3em 1em; text-align: center; color: var(--body-text-color-subdued); }
 """

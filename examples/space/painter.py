@@ -39,7 +39,7 @@ def find_model() -> str:
 def load(model: str) -> DiffusionPipeline:
     """The pipeline on the host. Never `.to("cuda")`: that would have all of it moved at once, for every worker."""
     dtype = getattr(torch, os.environ.get("DTYPE", "bfloat16"))
-    pipe = DiffusionPipeline.from_pretrained(model, torch_dtype=dtype)
+    pipe = DiffusionPipeline.from_pretrained(model, dtype=dtype)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
