@@ -28,8 +28,9 @@ FAKED: dict[str, Callable[..., Any]] = {
     "current_device": lambda: 0,
     "mem_get_info": lambda *_: TOLD,
     "get_device_name": lambda *_: "made up",
+    "empty_cache": lambda: None,  # of CUDA: nothing, before the device is initialised; loaders call it
 }
-FORBIDDEN = """init _lazy_init synchronize set_device stream set_stream current_stream default_stream empty_cache
+FORBIDDEN = """init _lazy_init synchronize set_device stream set_stream current_stream default_stream
     memory_allocated max_memory_allocated memory_reserved reset_peak_memory_stats get_rng_state set_rng_state
     manual_seed_all host_register""".split()
 

@@ -40,7 +40,8 @@ STYLE = """
 .report { font: 12px/1.5 ui-monospace, Menlo, Consolas, monospace; white-space: pre; overflow: auto; max-height: 340px;
   margin: 0; padding: 10px 12px; border-radius: 8px; background: var(--background-fill-secondary);
   color: var(--body-text-color); }
-.timeline iframe { display: block; height: 600px !important; border-radius: 8px; color-scheme: light; background: #fff; }
+.timeline iframe { display: block; height: 600px !important; border-radius: 8px; color-scheme: light;
+  background: #fff; }
 .dark .timeline iframe { color-scheme: dark; background: #0d1117; }
 .empty { padding: 3em 1em; text-align: center; color: var(--body-text-color-subdued); }
 """
