@@ -180,7 +180,8 @@ import spaces, torch, threading
 from painter import Painter, load
 space = Painter(load({model!r}))
 assert not torch.cuda.is_initialized()
-assert threading.active_count() == 1, threading.enumerate()
+ours = [each for each in threading.enumerate() if type(each).__name__ != "TMonitor"]  # that one is a bar's
+assert len(ours) == 1, ours
 assert str(space.pipe._execution_device) == "cuda:0", space.pipe._execution_device
 try:
     torch.cuda.init()
@@ -192,7 +193,7 @@ except RuntimeError as error:
 @pytest.mark.slow
 @needs_fork
 def test_under_the_real_package_nothing_is_initialised_before_a_worker(tmp_path: Path) -> None:
-    """What is forked can be had without a device: the worker's side needs one, and is the stand-in's test."""
+    """The parent's side can be had without a device. The worker's side needs one; the stand-in's test is for that."""
     if torch.version.cuda is None:
         pytest.skip("spaces replaces parts of a CUDA build of torch; this build has none")
     pytest.importorskip("spaces", reason='needs spaces: pip install -e ".[space]"')
