@@ -23,7 +23,7 @@ from PIL import Image, ImageDraw
 import diffusers_layerwise  # noqa: F401  (gives every pipeline `enable_layerwise_offload`)
 
 DIGITS = Path(__file__).parent / "digits"
-TEN = "zero,a red one,two,a green three,four,a blue five,six,a yellow seven,eight,a red nine".split(",")
+TEN = "a zero,a red one,a green two,a three,a blue four,a five,a red six,a green seven,a eight,a blue nine".split(",")
 FOX = ["a photo of a red fox sitting in fresh snow, soft morning light"]
 
 
@@ -32,7 +32,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("checkpoint", nargs="?", type=Path, help="a folder (default: the digits that come with this)")
     parser.add_argument("--flux", action="store_true", help="make a Flux checkpoint with random weights, and run that")
     parser.add_argument("--prompt", nargs="+", help="one or more; default: ten digits, or a fox")
-    parser.add_argument("--steps", type=int, help="default: 20 for the digits, else 4")
+    parser.add_argument("--steps", type=int, help="default: 15 for the digits, else 4")
     parser.add_argument("--height", type=int, help="default: 256 for --flux, else the pipeline's own")
     parser.add_argument("--width", type=int)
     parser.add_argument("--seed", type=int, default=0)
@@ -52,7 +52,7 @@ def parse_args() -> argparse.Namespace:
     digits = args.checkpoint is None
     args.checkpoint = args.checkpoint or DIGITS
     args.prompt = args.prompt or (TEN if digits else FOX)
-    args.steps = args.steps or (20 if digits else 4)
+    args.steps = args.steps or (15 if digits else 4)
     return args
 
 
