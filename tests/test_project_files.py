@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from pathlib import Path
@@ -61,3 +62,13 @@ def headings(page: Path) -> set[str]:
     """The anchors that a page's headings make."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+def test_each_mutant_s_text_is_in_the_code_once() -> None:
+    spec = importlib.util.spec_from_file_location("catalogue", ROOT / "tests" / "mutants" / "catalogue.py")
+    assert spec is not None
+    assert spec.loader is not None
+    catalogue = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(catalogue)
+    package = ROOT / "diffusers_layerwise"
+    assert [m.name for m in catalogue.MUTANTS if (package / m.file).read_text().count(m.old) != 1] == []

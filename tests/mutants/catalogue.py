@@ -31,8 +31,8 @@ MUTANTS = [
     Mutant(
         "copy does not wait for the slot's free event",
         "transfer.py",
-        "                    self.copy_stream.wait_event(event)\n            for target",
-        "                    pass\n            for target",
+        "                self.copy_stream.wait_event(event)\n\n    def record_ready",
+        "                pass\n\n    def record_ready",
     ),
     Mutant(
         "ready event is not recorded behind the copy",
@@ -41,12 +41,22 @@ MUTANTS = [
         "            pass\n",
     ),
     Mutant(
+        "ready event of a queued copy is not recorded",
+        "transfer.py",
+        "                done.record(self.copy_stream)\n",
+        "                pass\n",
+    ),
+    Mutant(
         "ready event is recorded in front of the copy",
         "transfer.py",
-        "            for target, source in copies:\n                target.copy_(source, non_blocking=True)\n"
-        "            assert lease.ready is not None\n            lease.ready.record(self.copy_stream)\n",
-        "            assert lease.ready is not None\n            lease.ready.record(self.copy_stream)\n"
-        "            for target, source in copies:\n                target.copy_(source, non_blocking=True)\n",
+        "            for target, source in copies:\n"
+        "                target.copy_(source, non_blocking=True)\n"
+        "            if done is not None:\n"
+        "                done.record(self.copy_stream)\n",
+        "            if done is not None:\n"
+        "                done.record(self.copy_stream)\n"
+        "            for target, source in copies:\n"
+        "                target.copy_(source, non_blocking=True)\n",
     ),
     Mutant(
         "the layer's stream waits for nothing",
@@ -99,8 +109,8 @@ MUTANTS = [
     Mutant(
         "a resident buffer is filled before its memory's previous owner is done",
         "transfer.py",
-        "        self.mark(after)\n        return Lease(",
-        "        return Lease(",
+        "        self.mark(after)\n        lease = Lease(",
+        "        lease = Lease(",
     ),
     Mutant(
         "a resident buffer is freed while its copy is running",
@@ -201,8 +211,8 @@ MUTANTS = [
     Mutant(
         "skipped groups keep their slots",
         "schedule.py",
-        "                self._drop(each)\n",
-        "                pass\n",
+        "            self._keep(set(self.groups) - set(skipped))\n",
+        "            pass\n",
     ),
     Mutant(
         "the order is never relearned",
@@ -219,8 +229,8 @@ MUTANTS = [
     Mutant(
         "another component's prefetched groups keep the ring",
         "schedule.py",
-        "                self._drop(group)\n                found = True\n",
-        "                found = True\n",
+        "        for group in found:\n            self._drop(group)\n",
+        "",
     ),
     Mutant(
         "an exception leaves the group in use on the device",
@@ -249,7 +259,7 @@ MUTANTS = [
     Mutant(
         "gradients are not refused",
         "hooks.py",
-        "    if asked or any(entry.tensor.requires_grad for entry in schedule.component.entries()):\n",
+        "    if asked or any(entry.held.requires_grad for entry in weights):\n",
         "    if False:\n",
     ),
     Mutant(
@@ -261,22 +271,29 @@ MUTANTS = [
     Mutant(
         "a unit has its place before its bytes are there",
         "host.py",
-        "            for extent in unit.extents:\n                move_extent(extent, chunk.buffer, offset)\n"
-        "                offset += extent.size\n        self._lock",
-        "            self._places.update(places)\n            for extent in unit.extents:\n"
-        "                move_extent(extent, chunk.buffer, offset)\n                offset += extent.size\n"
-        "        self._lock",
+        "            for extent in unit.extents:\n"
+        "                move_extent(extent, chunk.buffer, offset + extent.shift(self.device))\n"
+        "                offset += extent.size\n"
+        "            advance",
+        "            self._places.update(places)\n"
+        "            for extent in unit.extents:\n"
+        "                move_extent(extent, chunk.buffer, offset + extent.shift(self.device))\n"
+        "                offset += extent.size\n"
+        "            advance",
     ),
     Mutant(
         "a pass is closed on a stream that isn't behind it",
         "runtime.py",
-        "        self._follow_stream()\n        if self._is_torn:\n",
-        "        if self._is_torn:\n",
+        "        self._follow_stream()\n        self.fitting.end_call()\n",
+        "        self.fitting.end_call()\n",
     ),
     Mutant(
         "a removed handle goes on",
         "runtime.py",
-        "        self.is_closed = True\n        for schedule in self.schedules:\n            schedule.close()\n",
+        "        self.is_closed = True\n"
+        "        self._ahead.stop()\n"
+        "        for schedule in self.schedules:\n"
+        "            schedule.close()\n",
         "        pass\n",
     ),
     Mutant(
