@@ -8,16 +8,21 @@ would stream: it is called as it was written instead, and its repeated blocks ar
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 #: Where `module.compile()` keeps the compiled call; torch calls it in the place of hooks and `forward`.
 CALL = "_compiled_call_impl"
 FORWARD = "forward"
+#: Graphs of one class of blocks that are compiled on our account. torch stops at 8 by default, which suits a model that
+#: was to be one graph: a VAE's blocks are of one class, and of a dozen shapes.
+MOST_GRAPHS = 64
 
 #: What `torch.compile(module)` made of a module, by that module.
 _wrappers: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
@@ -78,6 +83,20 @@ def plain(module: Any) -> Any:
         inner = module._orig_mod
         _wrappers.setdefault(inner, weakref.WeakSet()).add(module)
         module = inner
+    return module
+
+
+def carrier(module: nn.Module) -> nn.Module:
+    """What accelerate's hook on a module was put on: the module, or what `torch.compile(module)` returned.
+
+    The attributes of that one are the module's own, all but `forward`: the hook shows on the module, and what it put
+    in the place of `forward` doesn't.
+    """
+    for wrapper in _wrappers.get(module, ()):
+        forward = wrapper.__dict__.get(FORWARD)
+        if isinstance(forward, functools.partial) and any(argument is wrapper for argument in forward.args):
+            found: nn.Module = wrapper
+            return found
     return module
 
 
@@ -177,18 +196,43 @@ def _enclosed(function: Any) -> Any:
     return context if hasattr(context, "callback") else None
 
 
-def uses_graphs(root: nn.Module, inside: Iterable[nn.Module]) -> bool:
-    """Whether any of a component's compiled code records device graphs, which fix the addresses of weights."""
+def is_set(option: str, root: nn.Module, inside: Iterable[nn.Module]) -> bool:
+    """Whether any of a component's compiled code has an option of inductor set, for itself or for all code.
+
+    Args:
+        option (`str`): Such as `"triton.cudagraphs"`.
+        root (`nn.Module`): The component.
+        inside (`Iterable[nn.Module]`): Its regions.
+    """
     functions = [value for _, _, value in _entries(root)]
     functions += [entry[1] for module in inside if (entry := _entry(module)) is not None]
     for function in functions:
         config = getattr(function, "get_compiler_config", lambda: None)()
-        if isinstance(config, dict) and config.get("triton.cudagraphs"):
+        if isinstance(config, dict) and config.get(option):
             return True
     return False
 
 
 # ---------------------------------------------------------------------- putting on, taking off
+def _roomy(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled code that may have more graphs than torch allows by default, where `fullgraph=True` makes that an error.
+
+    Nothing of the call has run when torch raises it.
+    """
+
+    @functools.wraps(call)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            if type(error).__name__ != "FailOnRecompileLimitHit":
+                raise
+        with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
+            return call(*args, **kwargs)
+
+    return inner
+
+
 def put_outside(module: nn.Module, hook: Any, owner: object, compiler: Callable[..., Any] | None) -> bool:
     """Puts a hook in front of a region. `compiler` is for one that is compiled on our account.
 
@@ -200,7 +244,7 @@ def put_outside(module: nn.Module, hook: Any, owner: object, compiler: Callable[
         name, before = entry
         module.__dict__[name] = Outside(module, before, before, hook, owner)
     elif compiler is not None:
-        module.__dict__[CALL] = Outside(module, None, compiler(module._call_impl), hook, owner)
+        module.__dict__[CALL] = Outside(module, None, _roomy(compiler(module._call_impl)), hook, owner)
     return entry is not None or compiler is not None
 
 

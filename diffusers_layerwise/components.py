@@ -129,11 +129,17 @@ def _refuse_compiled(component: Component, device: torch.device) -> None:
             f"{name!r} is compiled as a whole, by something whose options can't be read, so its blocks can't be "
             f"compiled in its place. Compile the repeated blocks instead: pipe.{name}.compile_repeated_blocks()."
         )
-    if device.type != "cpu" and compiled.uses_graphs(module, component.regions):
+    if device.type != "cpu" and compiled.is_set("triton.cudagraphs", module, component.regions):
         raise LayerwiseOffloadError(
             f"{name!r} is compiled with CUDA graphs, which are recorded for weights at fixed addresses, and would be "
             f"recorded anew in each pass. Compile it without them: mode='max-autotune-no-cudagraphs' instead of "
             f"'max-autotune', no mode instead of 'reduce-overhead'."
+        )
+    if compiled.is_set("freezing", module, component.regions):
+        raise LayerwiseOffloadError(
+            f"{name!r} is compiled with inductor's freezing, which reads weights where they lay when it was compiled; "
+            f"by then other layers lie there. Compile it without: no options={{'freezing': True}}, and "
+            f"torch._inductor.config.freezing = False (TORCHINDUCTOR_FREEZING=0)."
         )
 
 

@@ -12,6 +12,7 @@ from accelerate.hooks import AlignDevicesHook, CpuOffload, add_hook_to_module, r
 from diffusers import DiffusionPipeline
 from torch import nn
 
+from .compiled import carrier
 from .dispatched import is_dispatched
 from .errors import LayerwiseOffloadError
 from .hooks import hooks_of
@@ -84,8 +85,9 @@ def take_off(module: nn.Module) -> TakenOff | None:
     state = found(module)
     if state in ("model", "auto"):
         hook = next(h for h in hooks_of(module) if isinstance(h, CpuOffload) or _is_auto(h))
-        remove_hook_from_module(module)
-        return TakenOff(module, state, lambda: add_hook_to_module(module, hook))
+        hooked = carrier(module)
+        remove_hook_from_module(hooked)
+        return TakenOff(module, state, lambda: add_hook_to_module(hooked, hook))
     if state == "sequential":
         device = _execution_device(module)
         remove_hook_from_module(module, recurse=True)

@@ -15,9 +15,11 @@ from diffusers import DiffusionPipeline
 from torch import nn
 
 from .compiled import is_wrapper, plain, uncompile
+from .config import format_bytes
 from .errors import LayerwiseOffloadError
 from .fake import META, FakeDevice, faked
 from .headers import checkpoint_dtypes, dtype_of
+from .parts import find
 from .standins import stand_in
 
 #: Assumed where neither a file, a config nor the caller says.
@@ -39,7 +41,7 @@ def from_folder(
         notes (`list[str]`): Gets a line for each component that is assumed or left out.
 
     Raises:
-        LayerwiseOffloadError: The folder is no such pipeline, or a component's config can't be read.
+        LayerwiseOffloadError: The folder is no such pipeline, a component's config can't be read, or it is quantised.
     """
     index = read_index(folder)
     cls = pipeline_class(index)
@@ -118,6 +120,7 @@ def _component(
     kind = _component_class(entry, cls)
     place = folder / name
     if isinstance(kind, type) and issubclass(kind, nn.Module):
+        _refuse_quantised_files(name, place)
         try:
             with faked(device), META:
                 module = _module(kind, place)
@@ -268,7 +271,13 @@ def from_pipeline(pipe: DiffusionPipeline, device: FakeDevice, memo: dict[int, A
         pipe (`DiffusionPipeline`): The pipeline.
         device (`FakeDevice`): Where the copy will run.
         memo (`dict`, *optional*): What was copied so far, by id: pipelines within it share its modules.
+
+    Raises:
+        LayerwiseOffloadError: A component is quantised.
     """
+    for name, value in pipe.components.items():
+        if isinstance(value, nn.Module):
+            refuse_quantised(name, plain(value))
     made = object.__new__(type(pipe))
     made.__dict__.update(pipe.__dict__)
     made.__dict__.pop("_layerwise_offload", None)
@@ -284,6 +293,48 @@ def from_pipeline(pipe: DiffusionPipeline, device: FakeDevice, memo: dict[int, A
             made.__dict__[name] = copy.deepcopy(value, memo)
     made.set_progress_bar_config(disable=True)
     return made
+
+
+def refuse_quantised(name: str, module: nn.Module) -> None:
+    """Quantised weights have no stand-in on meta: they would be counted, and computed with, as ordinary ones.
+
+    Raises:
+        LayerwiseOffloadError: The module has some.
+    """
+    held = [(path, owner, tensor) for owner, path, tensor in held_tensors(module)]
+    first = next(((path, tensor) for path, owner, tensor in held if _is_quantised(tensor, owner)), None)
+    if first is None:
+        return
+    parts = {id(part.tensor): part.tensor for _, owner, tensor in held for part in find(tensor, owner)}
+    total = sum(part.numel() * part.element_size() for part in parts.values())
+    raise _cannot_plan(name, f"{first[0]} is a {type(first[1]).__qualname__}", f" of {format_bytes(total)}")
+
+
+def _is_quantised(tensor: torch.Tensor, owner: nn.Module) -> bool:
+    """Whether a tensor stands for more than its own numbers. Shards on a mesh do so as well, and are no such thing."""
+    if type(tensor) in (torch.Tensor, nn.Parameter) or hasattr(tensor, "device_mesh"):
+        return False
+    return not tensor.is_floating_point() or any(part.tensor is not tensor for part in find(tensor, owner))
+
+
+def _refuse_quantised_files(name: str, place: Path) -> None:
+    path = place / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return  # whoever builds the component says so
+    found = config.get("quantization_config") if isinstance(config, dict) else None
+    if found:
+        method = found.get("quant_method") if isinstance(found, dict) else None
+        raise _cannot_plan(name, f"{path} has a quantization_config{f' ({method})' if method else ''}", "")
+
+
+def _cannot_plan(name: str, why: str, size: str) -> LayerwiseOffloadError:
+    return LayerwiseOffloadError(
+        f"{name!r} is quantised ({why}), and quantised weights{size} can't be planned without a device: they would be "
+        f"taken for ordinary ones. Call enable_layerwise_offload() on the loaded pipeline instead, which streams them: "
+        f"its handle.plan and report() say what they take. Or plan the pipeline as it was before, which needs more."
+    )
 
 
 def from_module(module: nn.Module, device: FakeDevice, memo: dict[int, Any] | None = None) -> nn.Module:

@@ -372,6 +372,40 @@ def test_planning_sees_what_was_compiled(how: str) -> None:
     assert plans[0] == plans[1]
 
 
+def test_blocks_of_one_class_and_many_shapes_are_each_compiled(sim: Any) -> None:
+    """`fullgraph=True` is met by one graph of the whole model; torch allows 8 of a class by default."""
+    module, reference = (
+        models.make(lambda: models.Blocks([models.Mlp(ratio=ratio) for ratio in range(1, 13)])) for _ in range(2)
+    )
+    counter = CompileCounterWithBackend("eager")
+    module.compile(backend=counter, fullgraph=True)
+    handle = models.stream(module)
+    inputs = [models.numbers(2, models.WIDTH, seed=seed) for seed in range(3)]
+    for x in inputs:
+        assert torch.equal(models.run(module, x), models.run(reference, x))
+    assert counter.frame_count == 12
+    handle.remove()
+    assert torch.equal(models.run(module, inputs[0]), models.run(reference, inputs[0]))
+    assert counter.frame_count == 13
+
+
+def test_a_wrapped_model_is_taken_over_from_model_offload(sim: Any) -> None:
+    """accelerate's hook shows on the module, and its `forward` on what `torch.compile(module)` returned."""
+    expected, _ = resident("flux", "sim", "wrapped", "eager")
+    pipe = factory.CASES["flux"].build()
+    counter = compiled(pipe, "wrapped", "eager")
+    pipe.enable_model_cpu_offload(device="sim")
+    with pipe.enable_layerwise_offload(mode="memory", onload_device="sim") as handle:
+        for _ in range(2):
+            assert torch.equal(factory.run("flux", pipe), expected)
+        assert any("compiled as a whole" in note for note in handle.report().notes)
+    assert own_traces(pipe.transformer) == []
+    blocks = counter.frame_count
+    pipe.to("sim")
+    assert torch.equal(factory.run("flux", pipe), expected)
+    assert counter.frame_count > blocks
+
+
 # ---------------------------------------------------------------------- refused
 def test_compiled_code_of_unknown_origin_is_refused_by_name() -> None:
     pipe = factory.CASES["flux"].build()
@@ -388,4 +422,13 @@ def test_device_graphs_are_refused_by_name(how: str, sim: Any, cell: Cell) -> No
     HOW[how](pipe, "transformer", mode="reduce-overhead")
     with pytest.raises(LayerwiseOffloadError, match=r"'transformer' is compiled with CUDA graphs.*no-cudagraphs"):
         pipe.enable_layerwise_offload("transformer", mode="memory", onload_device="sim")
+    assert not isinstance(pipe.transformer._compiled_call_impl, Held)
+
+
+@pytest.mark.parametrize("how", ["blocks", "compile", "wrapped"])
+def test_frozen_weights_are_refused_by_name(how: str) -> None:
+    pipe = factory.CASES["flux"].build()
+    HOW[how](pipe, "transformer", options={"freezing": True})
+    with pytest.raises(LayerwiseOffloadError, match=r"'transformer' is compiled with inductor's freezing.*Compile it"):
+        pipe.enable_layerwise_offload("transformer", mode="memory", onload_device="cpu")
     assert not isinstance(pipe.transformer._compiled_call_impl, Held)

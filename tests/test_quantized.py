@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import nn
 import factory
 import models
 from compatibility import Cell
-from diffusers_layerwise import LayerwiseOffloadError, apply_layerwise_offload
+from diffusers_layerwise import LayerwiseOffloadError, apply_layerwise_offload, plan_layerwise_offload
 from diffusers_layerwise.parts import find, is_shell
 from quantized import KINDS, quantise
 
@@ -221,3 +223,25 @@ def test_copies_have_memory_of_their_own_and_no_more(kind: str, way: str, mode: 
         t.numel() * t.element_size() for t in inner(stack(kind))
     )
     assert not any("_hf_hook" in vars(part) for part in twin.modules())
+
+
+# ---------------------------------------------------------------------- planning
+@pytest.mark.parametrize("kind", KINDS)
+def test_planning_refuses_quantised_weights_by_name(kind: str) -> None:
+    """On meta they would be counted as ordinary ones: int8 at twice to four times its size."""
+    pipe = factory.CASES["flux"].build()
+    quantise(pipe.transformer, kind)
+    held = [id(tensor) for tensor in pipe.transformer.parameters()]
+    with pytest.raises(LayerwiseOffloadError, match=r"'transformer' is quantised \(.*weight is a .*handle\.plan"):
+        plan_layerwise_offload(pipe, hardware="RTX 4090", prompt="x")
+    assert [id(tensor) for tensor in pipe.transformer.parameters()] == held
+
+
+def test_planning_refuses_a_folder_of_quantised_weights_by_name(tmp_path: Path) -> None:
+    index = {"_class_name": "DDPMPipeline", "unet": ["diffusers", "UNet2DModel"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    (tmp_path / "unet").mkdir()
+    config = {"_class_name": "UNet2DModel", "quantization_config": {"quant_method": "bitsandbytes"}}
+    (tmp_path / "unet" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LayerwiseOffloadError, match=r"'unet' is quantised .*config\.json.*\(bitsandbytes\)"):
+        plan_layerwise_offload(tmp_path, hardware="RTX 4090")
