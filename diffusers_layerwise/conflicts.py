@@ -83,16 +83,16 @@ def is_replaceable(module: nn.Module) -> bool:
 def take_off(module: nn.Module) -> TakenOff | None:
     """Takes another offload off a component, whose weights are then the ones on the module. Idempotent."""
     state = found(module)
+    hooked = carrier(module)
     if state in ("model", "auto"):
         hook = next(h for h in hooks_of(module) if isinstance(h, CpuOffload) or _is_auto(h))
-        hooked = carrier(module)
         remove_hook_from_module(hooked)
         return TakenOff(module, state, lambda: add_hook_to_module(hooked, hook))
     if state == "sequential":
         device = _execution_device(module)
-        remove_hook_from_module(module, recurse=True)
+        remove_hook_from_module(hooked, recurse=True)
         buffers = len(module._parameters) > 0
-        return TakenOff(module, state, lambda: cpu_offload(module, device, offload_buffers=buffers))
+        return TakenOff(module, state, lambda: cpu_offload(hooked, device, offload_buffers=buffers))
     return _take_group_off(module) if state == "group" else None
 
 

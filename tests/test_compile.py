@@ -389,12 +389,13 @@ def test_blocks_of_one_class_and_many_shapes_are_each_compiled(sim: Any) -> None
     assert counter.frame_count == 13
 
 
-def test_a_wrapped_model_is_taken_over_from_model_offload(sim: Any) -> None:
+@pytest.mark.parametrize("other", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
+def test_a_wrapped_model_is_taken_over_from_another_offload(other: str, sim: Any) -> None:
     """accelerate's hook shows on the module, and its `forward` on what `torch.compile(module)` returned."""
     expected, _ = resident("flux", "sim", "wrapped", "eager")
     pipe = factory.CASES["flux"].build()
     counter = compiled(pipe, "wrapped", "eager")
-    pipe.enable_model_cpu_offload(device="sim")
+    getattr(pipe, other)(device="sim")
     with pipe.enable_layerwise_offload(mode="memory", onload_device="sim") as handle:
         for _ in range(2):
             assert torch.equal(factory.run("flux", pipe), expected)
