@@ -6,8 +6,6 @@ The simulated device is imported here, before anything imports diffusers, which 
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -79,27 +77,12 @@ def cell(record_property: Callable[[str, Any], None]) -> compatibility.Cell:
     return compatibility.make_cell(record_property)
 
 
-def forget_what_models_keep() -> None:
-    """Some models keep tables on the device for good, in caches of their methods (Qwen-Image's rotary frequencies)."""
-    gc.collect()
-    for name, module in list(sys.modules.items()):
-        if not name.startswith("diffusers.models."):
-            continue
-        for kind in [value for value in vars(module).values() if isinstance(value, type)]:
-            for method in vars(kind).values():
-                if isinstance(method, functools._lru_cache_wrapper):
-                    method.cache_clear()
-    gc.collect()
-
-
 @pytest.fixture
 def sim() -> Iterator[ModuleType]:
     """The simulated device, fresh, with every race an error; none may have been swallowed by the end of the test."""
     if SIM is None:
         pytest.skip(WHY_NO_SIM)
     with fresh_device():
-        if SIM.mem(0)["allocated"]:
-            forget_what_models_keep()
         SIM.configure(mode="raise")
         yield SIM
         SIM.synchronize()

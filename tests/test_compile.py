@@ -118,6 +118,7 @@ def test_compiled_blocks_stream_without_breaks_and_compile_as_often_as_resident_
     assert next(c for c in report.components if c.name == denoiser(pipe)).streamed_groups
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after", "after a call"])
 @pytest.mark.parametrize("how", WHOLE)
 @pytest.mark.parametrize("case", ["flux", pytest.param("sd15", marks=SLOW)])
@@ -152,6 +153,7 @@ def test_a_denoiser_compiled_as_a_whole_runs_with_compiled_blocks_and_is_itself_
     assert counter.frame_count > blocks  # compiled as a whole again
 
 
+@pytest.mark.slow
 def test_other_sizes_compile_as_often_as_resident_ones(device: str) -> None:
     """A third size needs no graph of its own: the shapes have become dynamic."""
     sizes = [{"height": 16, "width": 16}, {"height": 32, "width": 16}, {"height": 32, "width": 32}]
@@ -372,6 +374,7 @@ def test_planning_sees_what_was_compiled(how: str) -> None:
     assert plans[0] == plans[1]
 
 
+@pytest.mark.slow
 def test_blocks_of_one_class_and_many_shapes_are_each_compiled(sim: Any) -> None:
     """`fullgraph=True` is met by one graph of the whole model; torch allows 8 of a class by default."""
     module, reference = (
@@ -389,6 +392,7 @@ def test_blocks_of_one_class_and_many_shapes_are_each_compiled(sim: Any) -> None
     assert counter.frame_count == 13
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
 def test_a_wrapped_model_is_taken_over_from_another_offload(other: str, sim: Any) -> None:
     """accelerate's hook shows on the module, and its `forward` on what `torch.compile(module)` returned."""

@@ -75,6 +75,7 @@ def test_quickstart_paints_the_digits_twice_alike(tmp_path: Path) -> None:
         assert 0.03 < (rows[0][:, i * 96 : i * 96 + 96].max(axis=2) > 100).mean() < 0.5
 
 
+@pytest.mark.slow
 def test_quickstart_takes_prompts_and_a_checkpoint_of_ones_own(tmp_path: Path) -> None:
     printed = run("quickstart", tmp_path, str(DIGITS), "--prompt", "a red 3", "--steps", "2", "--mode", "auto")
     assert "identical" in printed
@@ -87,6 +88,7 @@ def test_one_liner(tmp_path: Path) -> None:
     assert 0.03 < bright(tmp_path / "one_liner.png") < 0.5
 
 
+@pytest.mark.slow
 def test_choose_components(tmp_path: Path) -> None:
     printed = run("choose_components", tmp_path)
     assert printed.count("the same picture") == 4
@@ -100,18 +102,21 @@ def test_bigger_than_ram_reads_from_the_files(tmp_path: Path) -> None:
     assert 0.03 < bright(tmp_path / "bigger_than_ram.png") < 0.5
 
 
+@pytest.mark.slow
 def test_quantized(tmp_path: Path) -> None:
     needs("torchao", extra="test-quantized")
     assert "the same picture resident: True" in run("quantized", tmp_path)
     assert 0.03 < bright(tmp_path / "quantized.png") < 0.5
 
 
+@pytest.mark.slow
 def test_compile(tmp_path: Path) -> None:
     if importlib.util.find_spec("diffusers_layerwise.compiled") is None:
         pytest.skip("this version doesn't stream compiled modules")
     assert "the same picture resident: True" in run("compile", tmp_path, BACKEND="aot_eager")
 
 
+@pytest.mark.slow
 def test_two_gpus(tmp_path: Path, sim: ModuleType) -> None:
     printed = run("two_gpus", tmp_path)
     assert printed.count("the same picture: True") == 2
