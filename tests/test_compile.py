@@ -241,7 +241,7 @@ def wrap_forwards(blocks: nn.ModuleList, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("way", [compile_all, wrap_all, wrap_forwards])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=SLOW)])
 @pytest.mark.parametrize("mode", ["memory", "auto", "speed"])
 def test_slots_and_residents_share_one_graph(mode: str, backend: str, way: Callable[..., None], device: str) -> None:
     """Weights lie elsewhere in each pass, and are the same parameters: no guard on them fails."""
