@@ -222,10 +222,9 @@ def to_host(component: Component) -> dict[int, torch.device]:
     total = sum(entry.tensor.nbytes for entry in away)
     with plain_tensors(), progress.bar(f"{component.name}: moving to the host", total) as advance:
         for entry in away:
+            homes[id(entry.tensor)] = entry.tensor.device
+            entry.tensor.data = plain_data(entry.tensor).to("cpu")
             advance(entry.tensor.nbytes)
-            if entry.tensor.device.type != "cpu":
-                homes[id(entry.tensor)] = entry.tensor.device
-                entry.tensor.data = plain_data(entry.tensor).to("cpu")
         settle(entry.held for entry in component.entries() if id(entry.tensor) in homes)
     return homes
 

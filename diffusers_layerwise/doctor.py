@@ -84,7 +84,9 @@ def examine(
     measured = None if is_lent or seconds <= 0 else devices.measure(place, seconds)
     if measured is not None:
         rows += _speeds(measured, place, problems)
-    rows += [*_pinning(place, problems), *_host(problems), *_files(folder, problems)]
+    if not is_lent:
+        rows += _pinning(place, problems)
+    rows += [*_host(problems), *_files(folder, problems)]
     known = measured if place.type != "cpu" else None
     plan = None if folder is None else _chosen(folder, known, problems)
     return Checkup(tuple(rows), tuple(problems), plan, None if folder is None else str(folder))

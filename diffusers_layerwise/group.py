@@ -137,8 +137,8 @@ class Group:
             self._transfer.start_copies(binding.copies(lease), lease, self.name, binding.copy_bytes)
         else:
             # Known before it begins: interrupted in between, it would go on in memory that was given away.
-            self._ticket = Ticket(self.name, binding.route, lease, self._transfer)
-            send(self._ticket, binding.copy_bytes)
+            self._ticket = Ticket(self.name, binding.route, lease, self._transfer, binding.copy_bytes)
+            send(self._ticket)
 
     def _await_reader(self, lease: Lease) -> None:
         """Where the group is read from files: waits until its copies are queued, and raises what went wrong."""

@@ -19,6 +19,12 @@ RESERVE_MOST = 4 << 30
 LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 #: Steps assumed of a component that is used again and again in a call.
 STEPS = 20
+#: Files of a control group, version 2 and 1: limits, and what counts towards them. Above `high` a process is slowed to
+#: a crawl.
+_LIMITS = (
+    (("memory.max", "memory.high"), "memory.current"),
+    (("memory.limit_in_bytes",), "memory.usage_in_bytes"),
+)
 _CACHE = ("inactive_file", "active_file", "total_inactive_file", "total_active_file")
 
 
@@ -39,10 +45,9 @@ def available_memory(root: Path = Path("/")) -> int | None:
 
 def memory_limit(root: Path = Path("/")) -> int | None:
     """The tightest limit, in bytes, of this process's control groups; None where there is none."""
-    names = ("memory.max", "memory.limit_in_bytes")
-    found = [limit for folder in _groups(root) for name in names if (limit := _number(folder / name)) is not None]
+    found = [_limit(folder, names) for folder in _groups(root) for names, _ in _LIMITS]
     # Version 1 writes "no limit" as the largest number of whole pages.
-    return min((limit for limit in found if limit < 1 << 60), default=None)
+    return min((limit for limit in found if limit is not None and limit < 1 << 60), default=None)
 
 
 def local_processes(environment: Mapping[str, str] | None = None) -> int:
@@ -89,13 +94,13 @@ def _groups(root: Path) -> Iterator[Path]:
             yield from (top.joinpath(*parts[:count]) for count in range(len(parts) + 1))
 
 
+def _limit(folder: Path, names: Iterable[str]) -> int | None:
+    return min((found for name in names if (found := _number(folder / name)) is not None), default=None)
+
+
 def _room(folder: Path) -> int | None:
-    for limit_names, usage_name in (
-        (("memory.max", "memory.high"), "memory.current"),  # above the second one a process is slowed to a crawl
-        (("memory.limit_in_bytes",), "memory.usage_in_bytes"),
-    ):
-        limit = min((found for name in limit_names if (found := _number(folder / name)) is not None), default=None)
-        usage = _number(folder / usage_name)
+    for limit_names, usage_name in _LIMITS:
+        limit, usage = _limit(folder, limit_names), _number(folder / usage_name)
         if limit is None or usage is None:
             continue
         stat = dict(pair for line in _lines(folder / "memory.stat") if len(pair := line.split()) == 2)

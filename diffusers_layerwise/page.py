@@ -155,16 +155,18 @@ def _legend(lanes: Lanes) -> list[str]:
     return found
 
 
+def _most(lanes: Lanes) -> int:
+    return max([1, *(max(m.held, m.weights, m.allocated or 0) for m in lanes.memory)])
+
+
 def top_of(lanes: Lanes) -> int:
     """The most bytes that the memory's axis shows."""
-    most = max([1, *(max(m.held, m.weights, m.allocated or 0) for m in lanes.memory)])
-    return max(most, lanes.budget or 0) if _shows_budget(lanes) else most
+    return max(_most(lanes), lanes.budget or 0) if _shows_budget(lanes) else _most(lanes)
 
 
 def _shows_budget(lanes: Lanes) -> bool:
     """Whether a line for the budget leaves the rest of the picture readable."""
-    most = max([1, *(max(m.held, m.weights, m.allocated or 0) for m in lanes.memory)])
-    return lanes.budget is not None and lanes.budget <= 3 * most
+    return lanes.budget is not None and lanes.budget <= 3 * _most(lanes)
 
 
 def byte_ticks(most: int) -> list[tuple[float, str]]:

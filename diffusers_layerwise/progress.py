@@ -13,6 +13,8 @@ import torch
 from diffusers.utils import logging
 from huggingface_hub.utils import are_progress_bars_disabled  # type: ignore[attr-defined]
 
+from .ranks import is_initialized
+
 #: From so many bytes on work is shown at once; less than the second number is never shown.
 LONG_BYTES, SHORT_BYTES = 1 << 30, 16 << 20
 #: Seconds after which anything between them is shown.
@@ -114,8 +116,7 @@ def _is_on() -> bool:
     """Bars are shown by one process of several, unless diffusers or the hub were told to show none."""
     if are_progress_bars_disabled() or not logging.is_progress_bar_enabled():
         return False
-    distributed = torch.distributed
-    return not (distributed.is_available() and distributed.is_initialized() and distributed.get_rank() != 0)
+    return not (is_initialized() and torch.distributed.get_rank() != 0)
 
 
 def _can_nest(file: Any) -> bool:

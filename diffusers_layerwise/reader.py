@@ -43,14 +43,15 @@ class Ticket:
         route (`Route`): What to read.
         lease (`Lease`): Where it goes.
         transfer (`Transfer`): The device.
+        nbytes (`int`): What the load moves.
     """
 
-    def __init__(self, name: str, route: Route, lease: Lease, transfer: Transfer) -> None:
+    def __init__(self, name: str, route: Route, lease: Lease, transfer: Transfer, nbytes: int) -> None:
         self.name = name
         self.route = route
         self.lease = lease
         self.transfer = transfer
-        self.nbytes = sum(memory.numel() for piece in route.pieces for _, memory, _ in piece.slices)
+        self.nbytes = nbytes
         self.copying: Copying | None = None
         self.pid = os.getpid()
         self.courier: Courier | None = None
@@ -320,10 +321,10 @@ _couriers: dict[int, Courier] = {}
 _guard = threading.RLock()
 
 
-def send(ticket: Ticket, count: int) -> None:
-    """Starts the load of a group, whose `count` bytes are counted as moved."""
+def send(ticket: Ticket) -> None:
+    """Starts the load of a group, whose bytes are counted as moved."""
     ticket.transfer.copies += len(ticket.route.pieces)
-    ticket.transfer.moved_bytes += count
+    ticket.transfer.moved_bytes += ticket.nbytes
     try:
         courier = courier_for(ticket.route.table)
     except OSError as error:  # no descriptor is left: raised where it is waited for, as everything is

@@ -78,6 +78,16 @@ def cell(record_property: Callable[[str, Any], None]) -> compatibility.Cell:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """OpenMP's threads don't survive a fork, other threads have another number of them, and each number rounds
+    differently."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
+
+
+@pytest.fixture
 def sim() -> Iterator[ModuleType]:
     """The simulated device, fresh, with every race an error; none may have been swallowed by the end of the test."""
     if SIM is None:

@@ -81,6 +81,13 @@ def test_under_zerogpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> N
     assert "ZeroGPU" in dict(examine(device="cpu").rows)
 
 
+@pytest.mark.sim
+def test_under_zerogpu_nothing_is_page_locked(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPACES_ZERO_GPU", "true")
+    monkeypatch.setattr(platform, "try_pinning", lambda *_: pytest.fail("page-locked"))
+    assert "page-locking" not in dict(examine(device="sim").rows)
+
+
 def test_a_tight_control_group_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hostmemory, "memory_limit", lambda: 1 << 20)
     assert any("control group allows 1.00 MiB" in problem for problem in examine(device="cpu", seconds=0).problems)
@@ -91,6 +98,7 @@ def test_a_tight_control_group_is_a_problem(tmp_path: Path, monkeypatch: pytest.
     [
         ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/memory.max": "4096\n"}, 4096),
         ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"}, None),
+        ({"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": "8\n", "sys/fs/cgroup/a/memory.high": "4\n"}, 4),
         (
             {
                 "proc/self/cgroup": "5:memory:/x\n",

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "diffusers_layerwise"
 DESIGN = PACKAGE.parent / "docs" / "design.md"
 
 ORDER = """
-    errors log progress device_maps config watch tensors ranks parts adapters casting compiled residence reads
+    errors log ranks progress device_maps config watch tensors parts adapters casting compiled residence reads
     discovery platform headers files host hostmemory plan selection profiles simulate placement rings gather search
     auto pieces tape transfer staging reader binding group demand measure specs order course ways cuts schedule
     tapes tuning passes checkpoints shared tiers readahead sharing shortage activations clock terms fitting locks

@@ -7,32 +7,22 @@ was done.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 
 pytest.importorskip("peft", reason="LoRA needs peft")
 
 from soak import Soak, anonymous_bytes, descriptors, running, saved
 
 SEED = int(os.environ.get("SOAK_SEED", "0"))
+pytestmark = pytest.mark.usefixtures("one_thread")
 CALLS = int(os.environ.get("SOAK_CALLS", "200"))
 SLACK = 32 * 2**20
 """Host bytes that allocators and caches of other packages may take meanwhile: they fill in the first hundred calls."""
 ADAPTERS = 2 * 2**20
 """Bytes of adapters and an image encoder that may be there at one time and not at another; all else is 1.3 MB."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Other numbers of threads round differently, and a thread of its own has another number."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(count)
 
 
 @pytest.fixture(scope="module")

@@ -27,20 +27,12 @@ from PIL import Image
 import zero_gpu
 
 ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.usefixtures("one_thread")
 SPACE = ROOT / "examples" / "space"
 DIGITS = ROOT / "examples" / "digits"
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 PROMPT, STEPS = "a red seven", 2
 MIB = 2**20
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """OpenMP's threads don't survive a fork, so a worker computes with one; other numbers of them round differently."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(count)
 
 
 @pytest.fixture(scope="module")

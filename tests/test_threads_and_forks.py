@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -24,17 +24,9 @@ import factory
 import models
 from models import make, numbers, run, stream
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 PATIENCE = 120
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """OpenMP's threads don't survive a fork, so a child computes with one; other numbers of them round differently."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(count)
 
 
 def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
