@@ -71,7 +71,7 @@ class Ticket:
             if not self.done.is_set():
                 courier.hurry(self)
                 while not self.done.wait(PATIENCE):
-                    if not courier.is_alive():
+                    if not courier.is_alive() and not courier.revive(self):
                         self.fail(RuntimeError(COURIER_ENDED))
             if self.error is None:
                 return
@@ -139,10 +139,23 @@ class Courier:
     def send(self, ticket: Ticket) -> None:
         """Queues a load, behind those that were queued before. What prevents it is raised when it is waited for."""
         ticket.courier = self
+        with self._gate:
+            self._queue.append(ticket)
+        self.revive(ticket)
+
+    def revive(self, ticket: Ticket) -> bool:
+        """Has a load go on that waits, by new threads where the old ones have ended. Idempotent.
+
+        A dying thread still runs: what it is sent meanwhile waits until somebody who needs it asks again. Tells whether
+        to go on waiting: what a thread had begun is lost with it.
+        """
         lost = None
         try:
+            if self._porter.is_stuck():
+                self._porter.revive()
             with self._gate:
-                self._queue.append(ticket)
+                if ticket not in self._queue or not self.users:
+                    return self._porter.is_busy()
                 if self._thread is None or not self._thread.is_alive():
                     lost, self._reading = self._reading, None
                     self._is_ending = False
@@ -153,6 +166,7 @@ class Courier:
             ticket.fail(error)
         if lost is not None:
             lost.fail(RuntimeError(COURIER_ENDED))  # the last thread died with it
+        return self.is_alive()
 
     def hurry(self, ticket: Ticket) -> None:
         """Puts a load that is needed now before all that is only expected."""

@@ -167,7 +167,8 @@ class Porter:
     def __init__(self, work: Callable[..., None], lose: Callable[..., None]) -> None:
         self._work = work
         self._lose = lose
-        self._condition = threading.Condition()
+        self._gate = threading.RLock()  # what callers take: see `Latch`
+        self._condition = threading.Condition(self._gate)
         self._waiting: collections.deque[tuple[Any, ...]] = collections.deque()
         self._begun: tuple[Any, ...] | None = None
         self._is_ending = False
@@ -181,9 +182,13 @@ class Porter:
         """Whether it is the porter who asks."""
         return self._thread is threading.current_thread()
 
+    def is_busy(self) -> bool:
+        """Whether something isn't done that it was given."""
+        return bool(self._waiting) or self._begun is not None
+
     def is_stuck(self) -> bool:
         """Whether something waits that nobody will do."""
-        return not self.is_alive() and (bool(self._waiting) or self._begun is not None)
+        return not self.is_alive() and self.is_busy()
 
     def revive(self) -> bool:
         """Starts the thread where none runs; what the last one had begun is lost. Idempotent. Tells whether one runs.
@@ -191,7 +196,7 @@ class Porter:
         Raises:
             RuntimeError: The system allows no further thread.
         """
-        with self._condition:
+        with self._gate:
             if not self.is_alive():
                 lost, self._begun = self._begun, None
                 if lost is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib.util
 import os
 import re
@@ -125,7 +126,8 @@ def test_under_zerogpu_a_forked_worker_paints_and_its_parent_touches_no_device(
     monkeypatch.setattr(painter, "HOST", "pageable")  # as SPACES_ZERO_GPU has it
     model = tmp_path / "digits"
     shutil.copytree(DIGITS, model)
-    before = (threading.enumerate(), sim.mem(0), sim.counters())
+    gc.collect()  # what earlier tests left behind doesn't go in between
+    threads, before = set(threading.enumerate()), (sim.mem(0), sim.counters())
     with zero_gpu.parent(sim) as unpatch:
         space = painter.Painter(painter.load(str(model)))
         held = {name: weight.data_ptr() for name, weight in space.pipe.unet.named_parameters()}
@@ -148,7 +150,8 @@ def test_under_zerogpu_a_forked_worker_paints_and_its_parent_touches_no_device(
                 assert shared, "a worker made a copy of weights that all workers share"
             worker.stop()
         assert not space.pipe.layerwise_offload.report().copies
-    assert (threading.enumerate(), sim.mem(0), sim.counters()) == before
+    assert (sim.mem(0), sim.counters()) == before
+    assert not set(threading.enumerate()) - threads
 
 
 def test_the_stand_in_notices_who_uses_a_device(sim: ModuleType) -> None:
