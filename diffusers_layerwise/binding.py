@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .discovery import Unit
-from .errors import LayerwiseOffloadError
+from .errors import LayerwiseOffloadError, how_to_end
 from .host import HostStore
 from .parts import entries_of, pose, shells_of, twins
 from .pieces import make_route
@@ -272,8 +272,8 @@ def _reread(entries: Sequence[Entry]) -> list[Entry]:
         fresh, reason = entries_of(tensor, held.owners, name, held.is_buffer)
         if reason is not None:
             raise LayerwiseOffloadError(
-                f"{name} was replaced and now {reason}, which can't be streamed. Call "
-                f"disable_layerwise_offload() before such a change and enable_layerwise_offload() after it."
+                f"{name} was replaced and now {reason}, which can't be streamed. Take layerwise offload off before "
+                f"such a change ({how_to_end(False)}, or {how_to_end(True)}) and enable it after it."
             )
         for entry in fresh:
             if entry.host.device.type != "cpu":

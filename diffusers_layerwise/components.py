@@ -13,7 +13,7 @@ from .casting import casts
 from .config import Adapters, LayerwiseOffloadConfig
 from .discovery import Component, discover
 from .dispatched import is_dispatched
-from .errors import LayerwiseOffloadError
+from .errors import LayerwiseOffloadError, WrongLayersError
 from .hooks import outer_component
 from .parts import made_for_its_device, settle
 from .plan import Choice
@@ -84,6 +84,8 @@ def find_wanted(
             wanted.append(
                 _wanted(name, module, (choice, config, name not in chosen), device, name in on_meta, only_loaded)
             )
+        except WrongLayersError:
+            raise
         except LayerwiseOffloadError as error:
             if exact or (outer_component(module) is None and _is_away(module, device)):
                 # Left out it would meet inputs that are on the device: say it now, not in the first call.

@@ -90,6 +90,7 @@ class Adapters(str, enum.Enum):
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_DEVICE = re.compile(r"(cuda|cpu|mps|xpu|npu|hpu|mlu)(:[0-9]+)?")
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*")
 
 
@@ -114,7 +115,10 @@ def parse_bytes(value: int | float | str, name: str) -> int:
     if isinstance(value, str):
         match = _SIZE.fullmatch(value)
         if match is None or match[2].lower() not in _UNITS:
-            raise ValueError(f"{name} must be bytes as an int or a text such as '8GiB' or '500MB', got {value!r}.")
+            raise ValueError(
+                f"{name} must be bytes as an int or a text such as '8GiB' or '500MB', got {value!r}."
+                f"{meant_for(value, but=name) if name == 'memory_budget' else ''}"
+            )
         value = float(match[1]) * _UNITS[match[2].lower()]
     if not math.isfinite(value) or value < 1:
         raise ValueError(f"{name} must be more than 0 bytes, got {given!r}.")
@@ -136,8 +140,8 @@ class LayerwiseOffloadConfig:
     Args:
         prefetch (`int` or `str`, *optional*): Groups loaded ahead of the one that computes (the ring holds one more
             than that), or as a text the bytes loaded ahead (`"256MiB"`).
-        resident (`int` or `float`, *optional*): Groups kept on the device: a count, or (a float of at most 1.0) a
-            share of the component's bytes.
+        resident (`int` or `float`, *optional*): Groups kept on the device: a count (all of them where it is no less
+            than there are), or (a float of at most 1.0) a share of the component's bytes.
         placement (`str`, defaults to `"stall"`): Which groups become resident, see [`Placement`].
         group_size (`int` or `str`, *optional*): Bytes that a group may have (`"64MiB"`), or `"layer"` for whole
             layers. A single module larger than that is a group of its own.
@@ -178,15 +182,7 @@ class LayerwiseOffloadConfig:
     adapters: Adapters | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.prefetch, str):
-            if self.prefetch.strip().isdigit():
-                raise ValueError(
-                    f"config.prefetch as a text is a size and needs a unit ('256MiB'), got {self.prefetch!r}; for a "
-                    f"number of groups pass an int."
-                )
-            parse_bytes(self.prefetch, "config.prefetch (groups, or bytes as a text)")
-        else:
-            _count(self.prefetch, "config.prefetch")
+        check_prefetch(self.prefetch, "config.prefetch")
         _share(self.resident)
         _set(self, "placement", _choice(Placement, self.placement, "config.placement"))
         if self.residency is not None:
@@ -223,7 +219,10 @@ class LayerwiseOffloadConfig:
         if isinstance(value, cls):
             return value
         if not isinstance(value, dict):
-            raise TypeError(f"config must be a LayerwiseOffloadConfig or a dict of its fields, got {value!r}.")
+            raise TypeError(
+                f"config must be a LayerwiseOffloadConfig or a dict of its fields, got {value!r}."
+                f"{meant_for(value, but='config')}"
+            )
         fields = [f.name for f in dataclasses.fields(cls)]
         for key in value:
             if key not in fields:
@@ -247,13 +246,58 @@ def read_mode(value: str | Mode) -> Mode:
     return mode
 
 
+def meant_for(value: Any, but: str) -> str:
+    """`" Did you mean mode='memory'?"` for what another argument of an enable takes, or an empty string.
+
+    Args:
+        value: What was given.
+        but (`str`): The argument that it was given as, which isn't suggested.
+
+    Example:
+        >>> meant_for("8GiB", but="mode")
+        " Did you mean memory_budget='8GiB'?"
+    """
+    argument = "config" if isinstance(value, LayerwiseOffloadConfig) else None
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 2**20:
+        argument = "memory_budget"
+    if isinstance(value, str):
+        size, word = _SIZE.fullmatch(value), value.strip().lower()
+        if size is not None and size[2].lower() in _UNITS:
+            argument = "memory_budget"
+        elif word in [mode.value for mode in Mode]:
+            argument = "mode"
+        elif _DEVICE.fullmatch(word):
+            argument = "onload_device"
+    if argument in (None, but):
+        return ""
+    return f" Did you mean {argument}={'...' if argument == 'config' else repr(value)}?"
+
+
+def check_prefetch(value: Any, name: str) -> None:
+    """Checks a `prefetch`: None, a number of groups, or bytes as a text.
+
+    Raises:
+        TypeError, ValueError: It is something else; `name` is whose.
+    """
+    if not isinstance(value, str):
+        _count(value, name)
+        return
+    if value.strip().isdigit():
+        raise ValueError(
+            f"{name} as a text is a size and needs a unit ('256MiB'), got {value!r}; for a number of groups pass an "
+            f"int."
+        )
+    parse_bytes(value, f"{name} (groups, or bytes as a text)")
+
+
 def _choice(kind: Any, value: Any, name: str) -> Any:
     valid = [member.value for member in kind]
     if isinstance(value, kind):
         return value
     if isinstance(value, str) and value.strip().lower() in valid:
         return kind(value.strip().lower())
-    raise ValueError(f"{name} must be one of {valid}, got {value!r}.{nearest(str(value), valid)}")
+    hint = nearest(str(value), valid) or (meant_for(value, but=name) if name == "mode" else "")
+    raise ValueError(f"{name} must be one of {valid}, got {value!r}.{hint}")
 
 
 def _set(config: LayerwiseOffloadConfig, field: str, value: Any) -> None:

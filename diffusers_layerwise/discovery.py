@@ -18,7 +18,7 @@ from .adapters import adapter_modules, is_tuner, tuners
 from .casting import casts, casts_inside
 from .compiled import is_whole, regions
 from .config import Adapters
-from .errors import LayerwiseOffloadError
+from .errors import WrongLayersError
 from .parts import entries_of
 from .reads import weights_read, weights_read_by
 from .residence import Residence, named_tensors
@@ -32,6 +32,7 @@ SMALL_TOTAL = 0.005
 
 #: Adapters are resident by default when they have at most this share of their component's bytes.
 ADAPTERS_SHARE = 1 / 16
+
 
 _registered: dict[type[nn.Module], tuple[str, ...]] = {}
 
@@ -297,7 +298,7 @@ def _registered_children(module: nn.Module) -> list[nn.Module] | None:
                 try:
                     child = module.get_submodule(name)
                 except AttributeError as error:
-                    raise LayerwiseOffloadError(
+                    raise WrongLayersError(
                         f"register_layers({kind.__name__}, ...) names {name!r}, which {type(module).__name__} doesn't "
                         f"have. Its children are {[n for n, _ in module.named_children()]}."
                     ) from error

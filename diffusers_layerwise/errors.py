@@ -17,6 +17,10 @@ class LayerwiseOffloadError(RuntimeError):
     """
 
 
+class WrongLayersError(LayerwiseOffloadError):
+    """A name given to `register_layers` doesn't exist: a mistake in the caller's code, no reason to leave it out."""
+
+
 _NAMED = "_layerwise_offload_named"
 
 
@@ -33,14 +37,22 @@ def is_named(error: BaseException) -> bool:
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """Returns `" Did you mean 'x'?"` for the valid name closest to `name`, or an empty string.
+    """Returns `" Did you mean 'x'?"` for the valid name closest to `name`, or an empty string where none is near.
 
     Example:
         >>> nearest("tranformer", ["transformer", "vae"])
         " Did you mean 'transformer'?"
     """
-    matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.5)
+    valid = list(valid)
+    matches = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
+    if not matches and len(name) > 2:
+        matches = [other for other in valid if other.startswith(name)]
     return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+def how_to_end(is_bare: bool) -> str:
+    """The call that takes layerwise offload off: a bare module's, or a pipeline's."""
+    return "handle.remove()" if is_bare else "pipe.disable_layerwise_offload()"
 
 
 def raised_in(error: BaseException, function: str) -> bool:

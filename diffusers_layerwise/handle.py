@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from . import progress
+from .errors import LayerwiseOffloadError, nearest
 from .locks import all_locked
 from .members import Members, governors
 from .plan import OffloadPlan
@@ -104,7 +105,7 @@ class OffloadHandle:
         """
         names = [schedule.name for schedule in self._runtime.schedules]
         if name is not None and name not in names:
-            raise ValueError(f"No component {name!r} is offloaded; there are {names}.")
+            raise ValueError(f"No component {name!r} is offloaded.{nearest(name, names)} There are {names}.")
         if self._members.is_removed:
             return
         with self._runtime.lock:
@@ -157,6 +158,12 @@ class OffloadHandle:
         return type(None), ()
 
     def __enter__(self) -> OffloadHandle:
+        if self._members.is_removed:
+            enable = "apply_layerwise_offload(module, " if self._members.is_bare else "pipe.enable_layerwise_offload("
+            raise LayerwiseOffloadError(
+                f"This handle has ended: its layerwise offload was taken off, or replaced by a newer call. Enable it "
+                f"again: with {enable}...) as handle."
+            )
         return self
 
     def __exit__(self, *_: object) -> None:

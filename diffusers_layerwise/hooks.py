@@ -15,7 +15,7 @@ from .attempt import Attempt, let_go
 from .casting import casts_inside
 from .copies import forget_copyable, make_copyable
 from .discovery import Component, Unit
-from .errors import LayerwiseOffloadError, is_named
+from .errors import LayerwiseOffloadError, how_to_end, is_named
 from .inputs import move_inputs, requires_grad
 from .ranks import is_initialized, refuse_wrapped
 from .runtime import Runtime
@@ -210,10 +210,10 @@ def refuse_training(schedule: Schedule, args: Any, kwargs: Any, unit: Unit | Non
     Raises:
         LayerwiseOffloadError: The component is in train mode, or gradients are enabled and something requires them.
     """
-    off = "take layerwise offload off first (disable_layerwise_offload()) to train."
     if schedule.component.module.training:
         raise LayerwiseOffloadError(
-            f"{schedule.name!r} streams its layers and is in train mode. Put it into eval mode (.eval()), or {off}"
+            f"{schedule.name!r} streams its layers and is in train mode. Put it into eval mode (.eval()), or "
+            f"{_to_train(schedule)}"
         )
     if not torch.is_grad_enabled():
         return
@@ -224,8 +224,14 @@ def refuse_training(schedule: Schedule, args: Any, kwargs: Any, unit: Unit | Non
         raise LayerwiseOffloadError(
             f"{schedule.name!r} streams its layers and was called with gradients enabled while {what} require them; a "
             f"backward pass would read memory that holds other layers by then. Call it under torch.no_grad() or "
-            f"torch.inference_mode(), or {off}"
+            f"torch.inference_mode(), or {_to_train(schedule)}"
         )
+
+
+def _to_train(schedule: Schedule) -> str:
+    roots = [hook for hook in hooks_of(schedule.component.module) if isinstance(hook, RootHook)]
+    is_bare = any(hook.schedule is schedule and not hook.runtime.terms.has_calls for hook in roots)
+    return f"take layerwise offload off first ({how_to_end(is_bare)}) to train."
 
 
 def install(runtime: Runtime, schedule: Schedule) -> None:

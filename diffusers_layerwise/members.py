@@ -111,6 +111,11 @@ class Members:
 
     # ------------------------------------------------------------------ pipelines
     @property
+    def is_bare(self) -> bool:
+        """Whether this is about a module without a pipeline."""
+        return self._bare is not None
+
+    @property
     def pipes(self) -> list[Any]:
         """The living pipelines."""
         return [pipe for ref in self._pipes if (pipe := ref()) is not None]
@@ -181,12 +186,15 @@ class Members:
     def _chosen(self, slots: Slots) -> Selected:
         """The user's selection, for names of all our pipelines; several pipelines may use one name."""
         names: dict[str, Any] = {}
+        weightless: set[str] = set()
         for pipe in self.pipes:
             # Also what a pipeline that is still being made will have.
             slots_now = dict.fromkeys(names_of(pipe)) | slots_of(pipe)
             names |= {n: v for n, v in slots_now.items() if may_be_module(n, v)}
+            weightless |= slots_now.keys() - names.keys()
         names |= {name.partition(" of ")[0]: module for name, module, _ in slots.values()}
-        chosen = select(self.selection.components, names, self.selection.mode, self.selection.options)
+        asked = self.selection
+        chosen = select(asked.components, names, asked.mode, asked.options, weightless)
         bases = {name: name.partition(" of ")[0] for name, _, _ in slots.values()}
         return chosen | {name: chosen[base] for name, base in bases.items() if base in chosen}
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import LayerwiseOffloadError
+from .errors import LayerwiseOffloadError, how_to_end
 from .patches import is_editing, is_hiding
 from .runtime import Runtime
 from .schedule import Schedule
@@ -44,8 +44,7 @@ def _apply(runtime: Runtime, schedule: Schedule, convert: Convert, recurse: bool
         if device.type != "cpu" and device != runtime.transfer.device:
             raise LayerwiseOffloadError(
                 f"{schedule.name!r} is under layerwise offload on {runtime.transfer.device} and can't be moved to "
-                f"{device} by itself. Move the pipeline (pipe.to({str(device)!r})), or take layerwise offload off "
-                f"first (disable_layerwise_offload())."
+                f"{device} by itself. {_how_to_move(runtime, device)}"
             )
         schedule.leave()
         addresses = _addresses(schedule)
@@ -55,6 +54,12 @@ def _apply(runtime: Runtime, schedule: Schedule, convert: Convert, recurse: bool
             type(module)._apply(module, functools.partial(_cast, dtype), recurse)  # type: ignore[no-untyped-call]
         schedule.is_stale = schedule.is_stale or addresses != _addresses(schedule)
     return module
+
+
+def _how_to_move(runtime: Runtime, device: torch.device) -> str:
+    is_bare = not runtime.terms.has_calls
+    whole = "" if is_bare else f"Move the pipeline (pipe.to({str(device)!r})), or take layerwise offload off first "
+    return f"{whole or 'Take layerwise offload off first '}({how_to_end(is_bare)})."
 
 
 def _asked(convert: Convert) -> tuple[torch.device, torch.dtype | None]:

@@ -62,7 +62,8 @@ def enable_layerwise_offload(
         >>> print(handle.report())
     """
     if not isinstance(pipe, tuple(patches.pipeline_classes())):
-        raise TypeError(f"enable_layerwise_offload needs a DiffusionPipeline, got {type(pipe).__name__}.")
+        other = " For a module use apply_layerwise_offload(module)." if isinstance(pipe, nn.Module) else ""
+        raise TypeError(f"enable_layerwise_offload needs a DiffusionPipeline, got {type(pipe).__name__}.{other}")
     chosen_mode, options = read_mode(mode), LayerwiseOffloadConfig.read(config)
     budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
     policy = None
@@ -125,7 +126,9 @@ def apply_layerwise_offload(
         >>> handle = apply_layerwise_offload(transformer, "memory", onload_device="cuda")
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"apply_layerwise_offload needs an nn.Module, got {type(module).__name__}.")
+        is_pipe = isinstance(module, tuple(patches.pipeline_classes()))
+        other = " For a pipeline call pipe.enable_layerwise_offload()." if is_pipe else ""
+        raise TypeError(f"apply_layerwise_offload needs an nn.Module, got {type(module).__name__}.{other}")
     module = plain(module)
     chosen_mode, options = read_mode(mode), LayerwiseOffloadConfig.read(config)
     budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
@@ -153,7 +156,8 @@ def disable_layerwise_offload(pipe: DiffusionPipeline) -> None:
         TypeError: `pipe` is no pipeline.
     """
     if not isinstance(pipe, tuple(patches.pipeline_classes())):
-        raise TypeError(f"disable_layerwise_offload needs a DiffusionPipeline, got {type(pipe).__name__}.")
+        other = " For a module call handle.remove()." if isinstance(pipe, nn.Module) else ""
+        raise TypeError(f"disable_layerwise_offload needs a DiffusionPipeline, got {type(pipe).__name__}.{other}")
     handle = handle_of(pipe)
     if handle is not None:
         with progress.using(pipe, is_call=False):

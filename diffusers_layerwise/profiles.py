@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from .config import LayerwiseOffloadConfig, Mode, format_bytes
+from .config import Mode, check_prefetch, format_bytes
 
 #: The attribute by which a pipeline class declares its own profile.
 ATTRIBUTE = "_layerwise_offload_profile"
@@ -56,7 +56,7 @@ class OffloadProfile:
             object.__setattr__(self, name, tuple(value))
         if not self.layerwise_modes or not set(self.layerwise_modes) <= set(_MODES):
             raise ValueError(f"layerwise_modes must name one or more of {list(_MODES)}, got {self.layerwise_modes!r}.")
-        LayerwiseOffloadConfig(prefetch=self.prefetch)
+        check_prefetch(self.prefetch, "OffloadProfile.prefetch")
         free = self.keep_resident_min_free_gib
         if free is not None and (isinstance(free, bool) or not isinstance(free, (int, float)) or not free >= 0):
             raise ValueError(f"keep_resident_min_free_gib must be 0 or more GiB, or None, got {free!r}.")

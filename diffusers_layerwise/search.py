@@ -148,7 +148,8 @@ def _too_small(request: Request, least: int, specs: Sequence[ComponentSpec]) -> 
     return named_out_of_memory(
         f"A memory budget of {format_bytes(total)} (of which {format_bytes(request.reserved)} are reserved for "
         f"activations) can't hold {what}: the smallest budget that works is {need} bytes "
-        f"({format_bytes(need)}). Pass memory_budget={need} or more{smaller}."
+        f"({format_bytes(need)}). Pass memory_budget={need} or more{smaller}. That counts weights and what is "
+        f"reserved; activations that need more come on top: plan_layerwise_offload() counts both."
     )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .config import LayerwiseOffloadConfig, Mode
+from .config import LayerwiseOffloadConfig, Mode, meant_for
 from .errors import nearest
 from .plan import Choice
 
@@ -51,7 +52,11 @@ def normalise(word: str) -> str:
 
 
 def select(
-    components: Components, valid: Iterable[str], mode: Mode, config: LayerwiseOffloadConfig
+    components: Components,
+    valid: Iterable[str],
+    mode: Mode,
+    config: LayerwiseOffloadConfig,
+    weightless: Iterable[str] = (),
 ) -> dict[str, tuple[Choice, LayerwiseOffloadConfig, bool]]:
     """Resolves a selection.
 
@@ -61,6 +66,7 @@ def select(
         valid (`Iterable[str]`): The pipeline's component names, in its order.
         mode (`Mode`): `manual` needs names.
         config (`LayerwiseOffloadConfig`): Options for all.
+        weightless (`Iterable[str]`): The pipeline's other components, which a message tells apart from unknown ones.
 
     Returns:
         For each selected name: its choice, its options, and whether it was named exactly rather than by a group.
@@ -82,7 +88,7 @@ def select(
     chosen: dict[str, tuple[int, Choice, LayerwiseOffloadConfig, bool]] = {}
     excluded: set[str] = set()
     for word, value in items:
-        matches, rank = _matches(word, names)
+        matches, rank = _matches(word, names, weightless)
         if word.startswith("!"):
             excluded.update(matches)
             continue
@@ -104,7 +110,8 @@ def _items(components: Any) -> list[tuple[str, Any]]:
     elif isinstance(components, (Sequence, set, frozenset)):
         pairs = [(part, "layerwise") for word in components for part in _split(word)]
     else:
-        raise TypeError(f"components must be a name, a list of names or a dict, got {_short(components)}.")
+        hint = meant_for(components, but="components")
+        raise TypeError(f"components must be a name, a list of names or a dict, got {_short(components)}.{hint}")
     for word, _ in pairs:
         if not isinstance(word, str):
             raise TypeError(f"components must name components by string, got {_short(word)}.")
@@ -124,22 +131,31 @@ def _split(word: Any) -> list[Any]:
     return word.split(",") if isinstance(word, str) else [word]
 
 
-def _matches(word: str, names: list[str]) -> tuple[list[str], int]:
+def _matches(word: str, names: list[str], weightless: Iterable[str]) -> tuple[list[str], int]:
     """The names that a word means, and its rank: -1 for an exact name, else the group's place in `PRECEDENCE`."""
     bare = word.lstrip("!").strip("_")
     if bare.startswith("="):
-        return [_exact(bare[1:].strip("_"), names)], -1
+        return [_exact(bare[1:].strip("_"), names, weightless)], -1
     if bare in PRECEDENCE:
         return [name for name in names if in_group(name, bare)], PRECEDENCE.index(bare)
-    return [_exact(bare, names)], -1
+    return [_exact(bare, names, weightless)], -1
 
 
-def _exact(word: str, names: list[str]) -> str:
+def _exact(word: str, names: list[str], weightless: Iterable[str]) -> str:
     by_form = {normalise(name): name for name in names}
     if word in by_form:
         return by_form[word]
-    hint = nearest(word, [*by_form, *PRECEDENCE])
-    raise ValueError(f"No component {word!r}.{hint} The pipeline has {names}; sets are {SETS}.")
+    there = f"The pipeline has {names}; sets are {SETS}."
+    if word in map(normalise, weightless):
+        raise ValueError(f"{word!r} holds no weights, so there is nothing to stream. Leave it out. {there}")
+    raise ValueError(f"No component {word!r}.{_hint(word, [*by_form, *PRECEDENCE])} {there}")
+
+
+def _hint(word: str, valid: list[str]) -> str:
+    """The nearest name, or the argument that the word is meant for."""
+    if word in (field.name for field in dataclasses.fields(LayerwiseOffloadConfig)):
+        return f" Did you mean config={{{word!r}: ...}}?"
+    return nearest(word, valid) or meant_for(word.replace("_", " "), but="components")
 
 
 def _value(word: str, value: Any, config: LayerwiseOffloadConfig) -> tuple[Choice, LayerwiseOffloadConfig]:

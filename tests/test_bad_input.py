@@ -76,7 +76,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"components": ["tranformer"]}, ValueError, r"No component 'tranformer'. Did you mean 'transformer'?"),
     ({"components": {"text_encodr_2": "skip"}}, ValueError, r"Did you mean 'text_encoder_2'?"),
     ({"components": ["all", "!vea"]}, ValueError, "No component 'vea'. Did you mean 'vae'?"),
-    ({"components": "scheduler"}, ValueError, "No component 'scheduler'"),
+    ({"components": "scheduler"}, ValueError, "'scheduler' holds no weights, so there is nothing to stream"),
     ({"components": [3]}, TypeError, "components must name components by string, got 3 (int)"),
     ({"components": {3: "layerwise"}}, TypeError, "components must name components by string, got 3 (int)"),
     ({"components": 3}, TypeError, "components must be a name, a list of names or a dict, got 3"),

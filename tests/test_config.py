@@ -246,7 +246,13 @@ def test_options_of_one_component_replace_those_for_all_field_by_field() -> None
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("tranformer", " Did you mean 'transformer'?"), ("VAE", ""), ("xyz", ""), ("", "")],
+    [
+        ("tranformer", " Did you mean 'transformer'?"),
+        ("VAE", ""),
+        ("xyz", ""),
+        ("", ""),
+        ("trans", " Did you mean 'transformer'?"),
+    ],
 )
 def test_the_nearest_name_is_offered_only_when_it_is_near(name: str, expected: str) -> None:
     assert nearest(name, ["transformer", "vae"]) == expected
