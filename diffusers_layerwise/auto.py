@@ -80,7 +80,8 @@ def decide(specs: Sequence[ComponentSpec], request: Request, policy: Policy | No
             return _without_streaming(specs, request, policy.default)
         enough = profile.enough_free
         if policy.free is not None and enough is not None and policy.free >= enough and _all_fit(specs, request):
-            note = f"auto: everything resident: {format_bytes(policy.free)} are free, at least {format_bytes(enough)}"
+            note = f"auto: everything resident{_but_asked(specs)}: {format_bytes(policy.free)} are free, at least "
+            note += format_bytes(enough)
             return Decision(Mode.AUTO, notes=(note,))
     # A budget says how much may be used, so a profile can't make less of it. Nor does a shipped one spend it on what
     # saves no time: a VAE that is kept takes room from the denoiser for the whole call, and saves one load of itself.
@@ -90,6 +91,14 @@ def decide(specs: Sequence[ComponentSpec], request: Request, policy: Policy | No
     resident = _kept(specs, request, profile.keep_resident_components) if keeps else ()
     prefetch = _prefetch(_as(specs, resident, Choice.RESIDENT), request, profile.prefetch)
     return Decision(mode, (), resident, prefetch, tuple(notes))
+
+
+def _but_asked(specs: Sequence[ComponentSpec]) -> str:
+    """What streams however much is free: that was asked for."""
+    mapped = [s.name for s in specs if s.mapped and not all(unit.resident for unit in s.units)]
+    text = f" but what the device map of {', '.join(mapped)} streams" if mapped else ""
+    own = [s.name for s in specs if s.config.resident is not None and not s.mapped]
+    return f"{text}{' and' if text else ' but'} what config['resident'] of {', '.join(own)} streams" if own else text
 
 
 def carry_out(decision: Decision, specs: Sequence[ComponentSpec], request: Request) -> OffloadPlan:

@@ -152,6 +152,7 @@ class HostPlan:
         budget (`int`, *optional*): Bytes of host memory that weights may take; None where no limit is known.
         tiers (`dict[tuple[str, int], HostTier]`): By component and unit.
         nbytes (`dict[str, dict[str, int]]`): Bytes of each component by tier.
+        limit (`int`, *optional*): Bytes of host memory for weights and staging: what was given, or found.
 
     Example:
         >>> print(handle.plan.host)
@@ -160,6 +161,7 @@ class HostPlan:
     budget: int | None
     tiers: dict[tuple[str, int], HostTier]
     nbytes: dict[str, dict[str, int]]
+    limit: int | None = None
 
     @property
     def held(self) -> int:

@@ -67,7 +67,8 @@ class Report:
     `peak_predicted` and `peak_seen` count weight bytes on the execution device (ring, resident groups, fixed weights)
     under the plan in force; `peak_ever` is the highest since the handle was made;
     `moved_bytes` counts host-to-device copies of weights. `activation_reserve` is what the plan leaves to activations,
-    `profile` what mode `"auto"` goes by. `host_bytes` and `host_peak` are the host memory that weights and staging
+    `profile` what mode `"auto"` goes by. `host_limit` are the bytes of host memory that were given or found, of which
+    staging leaves `host_budget` to weights. `host_bytes` and `host_peak` are the host memory that weights and staging
     take, and took at most; `disk_bytes` counts what was read from checkpoint files for them.
 
     Example:
@@ -88,6 +89,7 @@ class Report:
     activation_reserve: int
     profile: str | None
     host_budget: int | None
+    host_limit: int | None
     host_bytes: int
     host_peak: int
     disk_bytes: int
@@ -116,8 +118,8 @@ class Report:
 
     def _host(self) -> str:
         text = f"host memory {format_bytes(self.host_bytes)} (peak {format_bytes(self.host_peak)})"
-        if self.host_budget is not None:
-            text += f" of {format_bytes(self.host_budget)}"
+        if self.host_limit is not None:
+            text += f" of {format_bytes(self.host_limit)}"
         text += "".join(f"; {_tiers(component)}" for component in self.components)
         if self.disk_bytes:
             each = sum(component.read_predicted for component in self.components)
@@ -163,6 +165,7 @@ def make_report(runtime: Runtime, notes: list[str], host: HostMemory) -> Report:
         plan.reserve,
         None if runtime.terms.policy is None else str(runtime.terms.policy.profile),
         None if host.plan is None else host.plan.budget,
+        None if host.plan is None else host.plan.limit,
         host_bytes,
         host.peak,
         sum(c.disk_bytes for c in components),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -152,10 +153,11 @@ class HostMemory:
         residents = {(plan.name, name) for plan in plans for name in _resident(plan)}
         items = [item for schedule in due for item in self._items(schedule, residents)]
         items += [_item_of(schedule, unit, tier) for schedule in others for unit, tier in _tiers(schedule)]
+        limit = budget
         if budget is not None:
             small = sum(schedule.component.fixed_size for schedule in [*due, *others])
             budget = max(0, budget - small - most_bytes(is_async))
-        self.plan = assign_tiers(items, budget, kept, read)
+        self.plan = dataclasses.replace(assign_tiers(items, budget, kept, read), limit=limit)
         for schedule in due:
             if schedule.config.host is None and schedule.store.table is not None:
                 for unit in schedule.component.units:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import models
-from diffusers_layerwise import LayerwiseOffloadError, tiers
-from diffusers_layerwise.config import HostTier, LayerwiseOffloadConfig
+from diffusers_layerwise import LayerwiseOffloadError, apply_layerwise_offload, tiers
+from diffusers_layerwise.config import HostTier, LayerwiseOffloadConfig, format_bytes
 from diffusers_layerwise.hostmemory import (
     HostItem,
     assign_tiers,
@@ -177,6 +177,17 @@ def test_a_budget_splits_a_module_between_memory_and_file(
     assert handle.plan.host.nbytes["Chain"].get("file", 0) == part.host_bytes.get("file", 0)
     assert "host memory" in str(handle.plan)
     assert "host memory" in str(report)
+    assert f") of {format_bytes(int(share * weights) + 1)}; Chain" in str(report)
+    handle.remove()
+
+
+def test_a_report_says_the_limit_that_was_given_with_what_staging_takes_of_it(tmp_path: Path) -> None:
+    handle = apply_layerwise_offload(
+        chain(tmp_path), "memory", onload_device="cpu", config={"host_memory_budget": "100KiB"}
+    )
+    report = handle.report()
+    assert (report.host_limit, report.host_budget) == (100 << 10, 0)
+    assert ") of 100.00 KiB; Chain" in str(report)
     handle.remove()
 
 

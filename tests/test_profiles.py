@@ -17,7 +17,7 @@ import diffusers_layerwise
 import factory
 from diffusers_layerwise import OffloadProfile, plan_layerwise_offload, profiles, register_profile
 from diffusers_layerwise.auto import Policy, decide
-from diffusers_layerwise.config import Mode
+from diffusers_layerwise.config import LayerwiseOffloadConfig, Mode
 from diffusers_layerwise.plan import Choice, ComponentSpec, UnitSpec
 from diffusers_layerwise.profiles import IMAGE, SHIPPED, VIDEO, Found, Outline, find_profile
 from diffusers_layerwise.search import Request
@@ -289,3 +289,21 @@ def test_planning_without_a_device_goes_by_the_same_profile(tmp_path: Path) -> N
         assert any(re.match(r"profile registered for FluxPipeline", note) for note in plan.notes)
     assert plan_layerwise_offload(pipe, hardware="T4", memory_budget="1GiB", **call).mode is Mode.AUTO
     assert plan_layerwise_offload(pipe, hardware="T4", mode="speed", **call).mode is Mode.SPEED
+
+
+def test_a_note_on_enough_memory_leaves_out_what_was_asked_to_stream() -> None:
+    def spec(name: str, *kept: bool | None, **config: Any) -> ComponentSpec:
+        units = tuple(UnitSpec(str(i), str(i), 4, resident=one) for i, one in enumerate(kept))
+        order = tuple(range(len(units)))
+        return ComponentSpec(name, units, order, 0, 4 * len(units), config=LayerwiseOffloadConfig(**config))
+
+    policy = Policy(Found(OffloadProfile(), "a test"), False, False, free=64 << 30)
+    request = Request(Mode.AUTO, 60 << 30)
+
+    def note(*specs: ComponentSpec) -> str:
+        return decide(specs, request, policy).notes[0]
+
+    whole, mapped = spec("vae", None, None), spec("unet", True, False)
+    assert note(whole, spec("unet", None, None)) == "auto: everything resident: 64.00 GiB are free, at least 45.00 GiB"
+    assert "everything resident but what the device map of unet streams: " in note(whole, mapped)
+    assert "but what config['resident'] of dit streams: " in note(whole, spec("dit", None, None, resident=1))

@@ -23,7 +23,7 @@ TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text()
 
 KEYS = """
     version mode device budget weights ring_slots ring_slot_bytes peak_predicted peak_seen peak_ever moved_bytes copies
-    activation_reserve profile host_budget host_bytes host_peak disk_bytes components notes
+    activation_reserve profile host_budget host_limit host_bytes host_peak disk_bytes components notes
 """.split()
 COMPONENT_KEYS = """
     name choice weights groups resident_groups streamed_groups resident_bytes streamed_bytes fixed_bytes peak_predicted
