@@ -43,7 +43,8 @@ def from_pretrained(
 
     Args:
         pretrained (`str` or `os.PathLike`): A folder, or a repository of the hub.
-        torch_dtype (`torch.dtype`, *optional*): The dtype of the weights, also as `dtype`. None: that of the files.
+        torch_dtype (`torch.dtype`, *optional*): The dtype of the weights. Write `dtype=` where diffusers knows it (it
+            deprecates `torch_dtype`): it gets the one that was given. None: that of the files.
         pipeline_class (`type`): Whose `from_pretrained` is called.
         cache_limit (`int` or `str`, defaults to `"128GiB"`): Bytes that converted weights may take on the disk; those
             that were used longest ago are removed first. `diffusers-layerwise cache` shows and clears them.
@@ -54,7 +55,7 @@ def from_pretrained(
         LayerwiseOffloadError: What has to be converted is more than `cache_limit`, or the disk is full.
 
     Example:
-        >>> pipe = diffusers_layerwise.from_pretrained("a-folder-in-float32", torch_dtype=torch.bfloat16)
+        >>> pipe = diffusers_layerwise.from_pretrained("a-folder-in-float32", dtype=torch.bfloat16)
         >>> pipe.enable_layerwise_offload(memory_budget="8GiB", config={"host_memory_budget": "16GiB"})
     """
     # diffusers' newer name for it; handed on under the name that it came with.

@@ -10,10 +10,14 @@ streaming changes nothing on top of that.
 import sys
 from pathlib import Path
 
+try:
+    from torchao.quantization import Int8WeightOnlyConfig
+except ImportError:
+    raise SystemExit("This example quantises with torchao, which isn't installed: pip install torchao") from None
+
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline, PipelineQuantizationConfig, TorchAoConfig
-from torchao.quantization import Int8WeightOnlyConfig
 
 import diffusers_layerwise  # noqa: F401  (gives every pipeline `enable_layerwise_offload`)
 

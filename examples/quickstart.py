@@ -4,7 +4,7 @@ Usage:
     python examples/quickstart.py                # the small model in examples/digits; needs no network and no GPU
     python examples/quickstart.py --prompt "a red seven"
     python examples/quickstart.py --flux         # makes a larger checkpoint, Flux with random weights: paints noise
-    python examples/quickstart.py ~/models/FLUX.1-dev --mode auto --memory-budget 8GiB
+    python examples/quickstart.py ~/models/FLUX.1-dev --mode auto --memory-budget 7GiB
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image, ImageDraw
 
 import diffusers_layerwise  # noqa: F401  (gives every pipeline `enable_layerwise_offload`)
+from diffusers_layerwise.config import parse_bytes
 
 DIGITS = Path(__file__).parent / "digits"
 TEN = "a zero,a red one,a green two,a three,a blue four,a five,a red six,a green seven,a eight,a blue nine".split(",")
@@ -29,31 +30,50 @@ FOX = ["a photo of a red fox sitting in fresh snow, soft morning light"]
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", nargs="?", type=Path, help="a folder (default: the digits that come with this)")
+    parser.add_argument("checkpoint", nargs="?", help="a folder (default: the digits that come with this)")
     parser.add_argument("--flux", action="store_true", help="make a Flux checkpoint with random weights, and run that")
     parser.add_argument("--prompt", nargs="+", help="one or more; default: ten digits, or a fox")
     parser.add_argument("--steps", type=int, help="default: 15 for the digits, else 4")
     parser.add_argument("--height", type=int, help="default: 256 for --flux, else the pipeline's own")
     parser.add_argument("--width", type=int)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mode", default="memory", choices=["auto", "memory", "speed", "manual"])
-    parser.add_argument("--memory-budget", help="device memory the pipeline may use, such as 8GiB")
+    parser.add_argument("--mode", default="memory", choices=["auto", "memory", "speed"])
+    parser.add_argument("--memory-budget", help="device memory the pipeline may use, such as 7GiB")
     parser.add_argument("--device", help="default: the accelerator if there is one, else the CPU")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--out", type=Path, default=Path("quickstart.png"))
     args = parser.parse_args()
     if args.flux and args.checkpoint:
         parser.error("--flux makes a checkpoint of its own: give a folder or --flux")
+    check(parser, args)
     if args.flux:
         from tiny_checkpoint import make_checkpoint
 
-        args.checkpoint = make_checkpoint()
+        args.checkpoint = str(make_checkpoint())
         args.height, args.width = args.height or 256, args.width or 256
     digits = args.checkpoint is None
-    args.checkpoint = args.checkpoint or DIGITS
+    args.checkpoint = args.checkpoint or str(DIGITS)
     args.prompt = args.prompt or (TEN if digits else FOX)
     args.steps = args.steps or (15 if digits else 4)
     return args
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Says what is wrong with the arguments before anything is loaded, such as its device or its budget."""
+    if args.checkpoint is not None and not (Path(args.checkpoint) / "model_index.json").is_file():
+        parser.error(
+            f"{args.checkpoint} has no model_index.json: expected a folder of a diffusers pipeline; download one "
+            f"first: hf download black-forest-labs/FLUX.1-dev --local-dir FLUX.1-dev"
+        )
+    try:
+        torch.empty(0, device=args.device or "cpu")
+    except (RuntimeError, AssertionError) as error:
+        parser.error(f"--device {args.device} can't be used here: {str(error).splitlines()[0]}")
+    if args.memory_budget is not None:
+        try:
+            parse_bytes(args.memory_budget, "--memory-budget")
+        except ValueError as error:
+            parser.error(str(error))
 
 
 def best_device() -> torch.device:

@@ -82,6 +82,40 @@ def test_quickstart_takes_prompts_and_a_checkpoint_of_ones_own(tmp_path: Path) -
     assert Image.open(tmp_path / "quickstart.png").size == (96, 232)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["black-forest-labs/FLUX.1-dev"],
+            "FLUX.1-dev has no model_index.json: expected a folder of a diffusers pipeline",
+        ),
+        (["--memory-budget", "lots"], "--memory-budget must be bytes as an int or a text such as '8GiB'"),
+        (["--device", "nowhere"], "--device nowhere can't be used here: "),
+        (["--mode", "manual"], "invalid choice: 'manual'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_quickstart_refuses_bad_arguments_before_it_loads_anything(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = importlib.util.spec_from_file_location("quickstart", EXAMPLES / "quickstart.py")
+    assert spec is not None
+    assert spec.loader is not None
+    quickstart = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(quickstart)
+    monkeypatch.setattr(sys, "argv", ["quickstart.py", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        quickstart.parse_args()
+    assert message in capsys.readouterr().err
+
+
+def test_quantized_without_torchao_says_what_to_install(tmp_path: Path) -> None:
+    (tmp_path / "torchao").mkdir()
+    (tmp_path / "torchao" / "__init__.py").write_text("")
+    with pytest.raises(AssertionError, match="isn't installed: pip install torchao"):
+        run("quantized", tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+
+
 def test_one_liner(tmp_path: Path) -> None:
     printed = run("one_liner", tmp_path)
     assert "layerwise offload on" in printed
