@@ -61,9 +61,7 @@ def enable_layerwise_offload(
         >>> image = pipe("a fox").images[0]
         >>> print(handle.report())
     """
-    if not isinstance(pipe, tuple(patches.pipeline_classes())):
-        other = " For a module use apply_layerwise_offload(module)." if isinstance(pipe, nn.Module) else ""
-        raise TypeError(f"enable_layerwise_offload needs a DiffusionPipeline, got {type(pipe).__name__}.{other}")
+    _need_pipeline(pipe, "enable_layerwise_offload needs a DiffusionPipeline", "use apply_layerwise_offload(module)")
     chosen_mode, options = read_mode(mode), LayerwiseOffloadConfig.read(config)
     budget = None if memory_budget is None else parse_bytes(memory_budget, "memory_budget")
     policy = None
@@ -155,13 +153,17 @@ def disable_layerwise_offload(pipe: DiffusionPipeline) -> None:
     Raises:
         TypeError: `pipe` is no pipeline.
     """
-    if not isinstance(pipe, tuple(patches.pipeline_classes())):
-        other = " For a module call handle.remove()." if isinstance(pipe, nn.Module) else ""
-        raise TypeError(f"disable_layerwise_offload needs a DiffusionPipeline, got {type(pipe).__name__}.{other}")
+    _need_pipeline(pipe, "disable_layerwise_offload needs a DiffusionPipeline", "call handle.remove()")
     handle = handle_of(pipe)
     if handle is not None:
         with progress.using(pipe, is_call=False):
             handle._detach(pipe)
+
+
+def _need_pipeline(value: Any, what: str, for_module: str) -> None:
+    if not isinstance(value, tuple(patches.pipeline_classes())):
+        other = f" For a module {for_module}." if isinstance(value, nn.Module) else ""
+        raise TypeError(f"{what}, got {type(value).__name__}.{other}")
 
 
 def attach_methods() -> None:
