@@ -36,7 +36,8 @@ def draw(lanes: Lanes, path: Path) -> None:
     figure = Figure(figsize=SIZE, dpi=DOTS, layout="constrained")
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1.0, 1.1))
-    figure.suptitle(lanes.title, fontsize=11)
+    # Names are no formulas: matplotlib would read what is between two "$" as TeX.
+    figure.suptitle(lanes.title, fontsize=11, parse_math=False)
     _draw_lanes(upper, lanes)
     _draw_memory(lower, lanes)
     lower.set_xlim(0, lanes.seconds * 1e3 or 1.0)
@@ -74,6 +75,7 @@ def _draw_lanes(axis: Any, lanes: Lanes) -> None:
             fontsize=7,
             color=STALL,
             ha="center",
+            parse_math=False,
             arrowprops={"arrowstyle": "-", "color": STALL, "linewidth": 0.6},
         )
     axis.set_ylim(-0.5, 2.25 if lanes.stalls else 1.5)
@@ -98,6 +100,7 @@ def _name(axis: Any, row: int, shown: list[Span], seconds: float) -> None:
                 color="white",
                 ha="center",
                 va="center",
+                parse_math=False,
             )
 
 

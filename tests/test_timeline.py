@@ -330,6 +330,21 @@ def test_names_with_markup_stay_text(tmp_path: Path) -> None:
     assert timeline._repr_html_().count("<") == 2
 
 
+def test_names_with_dollars_are_no_formulas_in_the_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    name = r"$\frac$"
+    timeline = Timeline(name, "cpu", 1, True, 1.0, (Span(name, 0.0, 0.5),), (), (Span(name, 0.5, 1.0),), (), None)
+    assert timeline.save(tmp_path / "step.png").stat().st_size > 1000
+
+
+def test_a_pass_without_length_makes_a_page_that_divides_by_nothing(tmp_path: Path) -> None:
+    timeline = Timeline("x", "cpu", 1, True, 0.0, (Span("x", 0.0, 0.0),), (), (), (MemorySample(0, 1, 1, None),), None)
+    page = Page()
+    page.feed(timeline.save(tmp_path / "step.html").read_text())
+    assert json.loads(page.scripts[0])["seconds"] > 0, "the script divides by it"
+    assert "nan" not in timeline.save(tmp_path / "step.svg").read_text().lower()
+
+
 def test_the_svg_is_well_formed_and_shows_every_span(chain: OffloadHandle, tmp_path: Path) -> None:
     timeline = chain.timeline()
     root = ET.parse(timeline.save(tmp_path / "step.svg")).getroot()
