@@ -216,7 +216,7 @@ def _direct_reads(folder: str | Path | None, problems: list[str]) -> str:
             is_direct = Source(str(path or probe.name)).direct is not None
             where = (path.parent if path else Path(probe.name).parent).resolve()
     except OSError as error:
-        # A link of the hub's cache to a download that never ended, a file of somebody else, no folder for temporary ones.
+        # A link of the hub's cache to a download that never ended, a file of somebody else, or no temporary folder.
         if path is None:
             mend = "point TMPDIR at a folder that can be written to"
         else:
