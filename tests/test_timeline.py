@@ -227,6 +227,24 @@ def test_a_pipeline_shows_its_denoiser_and_each_of_its_components(sim: ModuleTyp
     assert handle.timeline().stall == pytest.approx(before)
 
 
+@pytest.mark.parametrize("mode", ["memory", "speed"])
+def test_recording_a_vae_that_only_decodes_ends_by_itself_too(sim: ModuleType, mode: str) -> None:
+    """Its passes have no end but that of their call."""
+    pipe = CASES["flux"].build()
+    handle = pipe.enable_layerwise_offload(mode=mode, onload_device="sim")
+    schedule = next(each for each in handle._runtime.schedules if each.name == "vae")
+    seen: list[tuple[object, object]] = []
+    pipe.vae.decoder.register_forward_pre_hook(lambda *_: seen.append((schedule.timer, schedule.tape)))
+    for _ in range(6):
+        factory.run("flux", pipe)
+    assert None not in seen[0]
+    assert seen[-1] == (None, None), "it is still timed and recorded"
+    timeline = handle.timeline(component="vae")
+    assert timeline.number < 6
+    # One that is resident has nothing to show once its first passes are over.
+    assert timeline.is_steady == (mode == "memory")
+
+
 def test_a_component_that_is_resident_is_one_span(sim: ModuleType) -> None:
     module, x = models.make(models.Chain), models.numbers(2, models.WIDTH)
     handle = stream(module, mode="speed")
