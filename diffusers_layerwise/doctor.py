@@ -212,9 +212,9 @@ def _direct_reads(folder: str | Path | None, problems: list[str]) -> str:
     found = (path for pattern in ("*", "*/*") for path in Path(folder or ".").glob(f"{pattern}.safetensors"))
     path = next(found, None) if folder is not None else None
     try:
-        with tempfile.NamedTemporaryFile() if path is None else contextlib.nullcontext() as probe:
-            is_direct = Source(str(path or probe.name)).direct is not None
-            where = (path.parent if path else Path(probe.name).parent).resolve()
+        with contextlib.ExitStack() as stack:
+            place = path or Path(stack.enter_context(tempfile.NamedTemporaryFile()).name)
+            is_direct = Source(str(place)).direct is not None
     except OSError as error:
         # A link of the hub's cache to a download that never ended, a file of somebody else, or no temporary folder.
         if path is None:
@@ -223,7 +223,7 @@ def _direct_reads(folder: str | Path | None, problems: list[str]) -> str:
             mend = "see that it may be read, or download it again"
         problems.append(f"{path or 'A temporary file'} can't be read: {error.strerror or error}. To mend it, {mend}.")
         return f"unknown: {error.strerror or error}"
-    return f"{'work' if is_direct else 'not on this file system: through the page cache'} ({where})"
+    return f"{'work' if is_direct else 'not on this file system: through the page cache'} ({place.parent.resolve()})"
 
 
 def _is_writable(path: Path) -> bool:
