@@ -56,6 +56,8 @@ def _draw_lanes(axis: Any, lanes: Lanes) -> None:
     for row, spans, colours, label in rows:
         inside = clipped(spans, lanes.seconds)
         shown, alone = merged(inside, finest), set(inside)
+        if not shown:
+            continue  # the legend would show its words without a colour
         axis.broken_barh(
             [(span.start * 1e3, span.seconds * 1e3) for span in shown],
             (row - 0.35, 0.7),
@@ -84,7 +86,12 @@ def _draw_lanes(axis: Any, lanes: Lanes) -> None:
     axis.spines[["top", "right", "left"]].set_visible(False)
     axis.grid(axis="x", alpha=0.25)
     axis.set_axisbelow(True)
-    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False, fontsize=8)
+    _legend(axis)
+
+
+def _legend(axis: Any) -> None:
+    if axis.get_legend_handles_labels()[0]:  # matplotlib warns where there is nothing to name
+        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False, fontsize=8)
 
 
 def _name(axis: Any, row: int, shown: list[Span], seconds: float) -> None:
@@ -131,4 +138,4 @@ def _draw_memory(axis: Any, lanes: Lanes) -> None:
     axis.set_ylabel("device memory")
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25)
-    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False, fontsize=8)
+    _legend(axis)

@@ -355,6 +355,19 @@ def test_names_with_dollars_are_no_formulas_in_the_png(tmp_path: Path) -> None:
     assert timeline.save(tmp_path / "step.png").stat().st_size > 1000
 
 
+def test_the_png_s_legend_names_what_is_there_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    axes = pytest.importorskip("matplotlib.axes")
+    named: list[list[str]] = []
+    legend = axes.Axes.legend
+    monkeypatch.setattr(
+        axes.Axes,
+        "legend",
+        lambda axis, **how: (named.append(axis.get_legend_handles_labels()[1]), legend(axis, **how)),
+    )
+    Timeline("x", "cpu", 1, True, 1.0, (Span("x", 0.0, 1.0),), (), (), (), None).save(tmp_path / "step.png")
+    assert named == [["groups of layers"]]
+
+
 def test_a_pass_without_length_makes_a_page_that_divides_by_nothing(tmp_path: Path) -> None:
     timeline = Timeline("x", "cpu", 1, True, 0.0, (Span("x", 0.0, 0.0),), (), (), (MemorySample(0, 1, 1, None),), None)
     page = Page()
