@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -21,12 +23,12 @@ from .rivals import Rival, rivals
 
 #: Characters of the longest bar in a chart.
 WIDTH = 48
-#: Exit code for whatever the user can mend.
-BAD = 2
+#: Exit code for whatever the user can mend, and the shell's for what Ctrl-C ended.
+BAD, INTERRUPTED = 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns the exit code: 0, or 2 with a message on stderr.
+    """Runs a command; returns the exit code: 0, or 2 with a message on stderr, or 130 after Ctrl-C.
 
     Args:
         arguments (`Sequence[str]`, *optional*): The command line without the program's name.
@@ -35,10 +37,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         text = options.run(options)
     except (LayerwiseOffloadError, torch.OutOfMemoryError, ValueError, TypeError, OSError, ImportError) as error:
-        sys.stderr.write(f"diffusers-layerwise: {error}\n")
-        return BAD
-    sys.stdout.write(text + "\n")
+        return _fail(str(error), BAD)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    try:
+        _write(sys.stdout, text)
+    except BrokenPipeError:
+        pass  # whoever reads it, such as `head`, has seen enough
+    except OSError as error:
+        return _fail(f"the output can't be written: {error}", BAD)
     return 0
+
+
+def _fail(message: str, code: int) -> int:
+    with contextlib.suppress(OSError):
+        _write(sys.stderr, f"diffusers-layerwise: {message}")
+    return code
+
+
+def _write(stream: TextIO | None, text: str) -> None:
+    """Writes a line in whatever encoding the stream has; what that can't say, such as a folder's name, is escaped."""
+    if stream is None:  # closed by `>&-`: nobody wants it
+        return
+    encoding = stream.encoding or "utf-8"
+    try:
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        stream.flush()
+    except OSError:
+        # What is still in its buffer would be tried again when Python ends, and reported as an error of its own.
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+        raise
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -104,9 +135,10 @@ _HELP = {
 
 
 def _count(text: str) -> int:
-    value = int(text)
+    # Python writes no integer of thousands of digits into a message, and takes none from a text.
+    value = int(text) if text.strip().lstrip("+").isdecimal() and len(text) < 20 else 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, got {text}")
+        raise argparse.ArgumentTypeError(f"must be an integer of 1 or more, such as 20, got {text!r}")
     return value
 
 
@@ -130,7 +162,7 @@ def call_arguments(options: argparse.Namespace) -> dict[str, Any]:
             raise ValueError(f"--arg {item!r}: {_OWN.get(name, 'it is given by its own option already')}.")
         try:
             found[name] = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):  # nested too deeply for the parser
             found[name] = text
     return found
 

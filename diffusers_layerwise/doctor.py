@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import os
@@ -78,7 +79,7 @@ def examine(
     place = platform.default_device() if device is None else _indexed(device)
     problems: list[str] = []
     rows = [*_versions(), *_device(place, problems)]
-    is_lent = bool(os.environ.get(ZERO_GPU))
+    is_lent = os.environ.get(ZERO_GPU, "").lower() in ("1", "t", "true")  # as the package `spaces` reads it
     if is_lent:
         rows.append(("ZeroGPU", "a device is lent to each call's worker; nothing was measured"))
     measured = None if is_lent or seconds <= 0 else devices.measure(place, seconds)
@@ -196,17 +197,33 @@ def _host(problems: list[str]) -> Iterator[tuple[str, str]]:
 def _files(folder: str | Path | None, problems: list[str]) -> Iterator[tuple[str, str]]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield "CPU", f"{cores} cores, {torch.get_num_threads()} threads of torch"
-    with tempfile.NamedTemporaryFile() as probe:
-        path = next(Path(folder).rglob("*.safetensors"), None) if folder is not None else None
-        is_direct = Source(str(path or probe.name)).direct is not None
-    where = (path.parent if path else Path(tempfile.gettempdir())).resolve()
-    yield "direct reads", f"{'work' if is_direct else 'not on this file system: through the page cache'} ({where})"
+    yield "direct reads", _direct_reads(folder, problems)
     cached = sum(entry.nbytes for entry in weight_cache.entries())
     yield "weight cache", f"{format_bytes(cached)} in {weight_cache.root()}"
     if not _is_writable(weight_cache.root()):
         problems.append(
             f"{weight_cache.root()} can't be written to, so nothing converted or measured is kept: set XDG_CACHE_HOME."
         )
+
+
+def _direct_reads(folder: str | Path | None, problems: list[str]) -> str:
+    """Whether files there can be read past the page cache: one of the folder's, or one made for it."""
+    # A component's files lie one level down: all that is below some folder could be a whole disk.
+    found = (path for pattern in ("*", "*/*") for path in Path(folder or ".").glob(f"{pattern}.safetensors"))
+    path = next(found, None) if folder is not None else None
+    try:
+        with contextlib.ExitStack() as stack:
+            place = path or Path(stack.enter_context(tempfile.NamedTemporaryFile()).name)
+            is_direct = Source(str(place)).direct is not None
+    except OSError as error:
+        # A link of the hub's cache to a download that never ended, a file of somebody else, or no temporary folder.
+        if path is None:
+            mend = "point TMPDIR at a folder that can be written to"
+        else:
+            mend = "see that it may be read, or download it again"
+        problems.append(f"{path or 'A temporary file'} can't be read: {error.strerror or error}. To mend it, {mend}.")
+        return f"unknown: {error.strerror or error}"
+    return f"{'work' if is_direct else 'not on this file system: through the page cache'} ({place.parent.resolve()})"
 
 
 def _is_writable(path: Path) -> bool:

@@ -36,7 +36,8 @@ def draw(lanes: Lanes, path: Path) -> None:
     figure = Figure(figsize=SIZE, dpi=DOTS, layout="constrained")
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1.0, 1.1))
-    figure.suptitle(lanes.title, fontsize=11)
+    # Names are no formulas: matplotlib would read what is between two "$" as TeX.
+    figure.suptitle(lanes.title, fontsize=11, parse_math=False)
     _draw_lanes(upper, lanes)
     _draw_memory(lower, lanes)
     lower.set_xlim(0, lanes.seconds * 1e3 or 1.0)
@@ -55,6 +56,8 @@ def _draw_lanes(axis: Any, lanes: Lanes) -> None:
     for row, spans, colours, label in rows:
         inside = clipped(spans, lanes.seconds)
         shown, alone = merged(inside, finest), set(inside)
+        if not shown:
+            continue  # the legend would show its words without a colour
         axis.broken_barh(
             [(span.start * 1e3, span.seconds * 1e3) for span in shown],
             (row - 0.35, 0.7),
@@ -74,6 +77,7 @@ def _draw_lanes(axis: Any, lanes: Lanes) -> None:
             fontsize=7,
             color=STALL,
             ha="center",
+            parse_math=False,
             arrowprops={"arrowstyle": "-", "color": STALL, "linewidth": 0.6},
         )
     axis.set_ylim(-0.5, 2.25 if lanes.stalls else 1.5)
@@ -82,7 +86,12 @@ def _draw_lanes(axis: Any, lanes: Lanes) -> None:
     axis.spines[["top", "right", "left"]].set_visible(False)
     axis.grid(axis="x", alpha=0.25)
     axis.set_axisbelow(True)
-    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False, fontsize=8)
+    _legend(axis)
+
+
+def _legend(axis: Any) -> None:
+    if axis.get_legend_handles_labels()[0]:  # matplotlib warns where there is nothing to name
+        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False, fontsize=8)
 
 
 def _name(axis: Any, row: int, shown: list[Span], seconds: float) -> None:
@@ -98,6 +107,7 @@ def _name(axis: Any, row: int, shown: list[Span], seconds: float) -> None:
                 color="white",
                 ha="center",
                 va="center",
+                parse_math=False,
             )
 
 
@@ -128,4 +138,4 @@ def _draw_memory(axis: Any, lanes: Lanes) -> None:
     axis.set_ylabel("device memory")
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25)
-    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False, fontsize=8)
+    _legend(axis)

@@ -92,7 +92,7 @@ def _data(lanes: Lanes) -> str:
         "middle": {"compute": _middle(COMPUTE), "copies": _middle(COPIES)},
         "letters": LABEL_LETTERS,
         "apart": LABEL_WIDTH,
-        "seconds": lanes.seconds,
+        "seconds": lanes.seconds or 1.0,  # as the picture is scaled
         "compute": plain(lanes.compute),
         "copies": plain(lanes.copies),
         "stalls": plain(lanes.stalls),

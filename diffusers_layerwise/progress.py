@@ -103,8 +103,11 @@ def bar(what: str, count: int) -> Iterator[Callable[[int], object]]:
         ...     advance(1 << 30)
     """
     setting, options = _setting.get(), None
-    if delay_of(count) is not None and _is_on():
-        options = options_for(what, count, setting, _can_nest(setting.options.get("file") or sys.stderr))
+    file = setting.options.get("file") or sys.stderr
+    # A program without a console has no stderr. The work is what counts: it is done without a bar then.
+    can_write = file is not None and not getattr(file, "closed", False)
+    if delay_of(count) is not None and can_write and _is_on():
+        options = options_for(what, count, setting, _can_nest(file))
     if options is None:
         yield lambda _: None
         return

@@ -231,6 +231,7 @@ class Runtime:
             else:
                 schedule.end_pass()
                 schedule.drop_prefetched()
+            self.tuner.end(schedule)  # what has no end of its own, as a VAE's `decode`, ends with its call
         if self.ring is not None and not any(c.residency is Residency.LASTING for c in self.plan.components):
             self.ring.close()
 

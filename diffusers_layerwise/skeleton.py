@@ -61,7 +61,14 @@ def from_folder(
     for name in set(expected) - set(values):
         values[name] = None
     accepted = {*expected, *optional}
-    pipe: DiffusionPipeline = cls(**{name: value for name, value in values.items() if name in accepted})
+    try:
+        pipe: DiffusionPipeline = cls(**{name: value for name, value in values.items() if name in accepted})
+    except Exception as error:
+        # What a class says of a wrong component names neither it nor the file.
+        raise LayerwiseOffloadError(
+            f"{cls.__name__} can't be made of what {folder / INDEX} names for it: {type(error).__name__}: {error}. "
+            f"Download that file again, or build the pipeline yourself and pass it instead of the folder."
+        ) from error
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

@@ -66,7 +66,11 @@ class Tapes:
         """A pass has ended. `is_plain`: its units weren't timed as well, which takes longer."""
         tape, schedule.tape = schedule.tape, None
         state = self._states.get(schedule)
-        if tape is None or state is None or tape.last is None:
+        if tape is None or state is None:
+            return
+        if tape.last is None:
+            # Nothing is done for what is resident, and its end can't be told: later passes have nothing to show either.
+            state.is_done = state.passes >= WARM
             return
         tape.is_steady = state.is_done = is_plain and state.passes >= WARM and bool(schedule.order.used)
         state.first, state.last = state.first or tape, tape

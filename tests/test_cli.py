@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -110,6 +112,102 @@ def test_a_folder_that_is_none_and_a_bad_option(tmp_path: Path, capsys: pytest.C
     with pytest.raises(SystemExit) as stopped:
         main(["plan", str(tmp_path), "--height", "0"])
     assert stopped.value.code == 2
+
+
+@pytest.mark.parametrize("value", ["x", "1.5", "-3", "9" * 5000])
+def test_a_count_that_is_none_is_said_in_words(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", ".", f"--height={value}"])
+    assert "argument --height: must be an integer of 1 or more, such as 20, got" in capsys.readouterr().err
+
+
+def test_an_index_with_a_component_that_is_none_is_a_message(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "flux"
+    shutil.copytree(folder, place)
+    index = json.loads((place / "model_index.json").read_text())
+    (place / "model_index.json").write_text(json.dumps({**index, "vae": "x", "transformer": 3}))
+    assert main(plan(place)) == 2
+    assert "can't be made of what" in capsys.readouterr().err
+
+
+def test_a_value_that_is_nested_too_deeply_is_text() -> None:
+    text = "[" * 100_000
+    options = cli._parser().parse_args(["plan", ".", "--arg", f"x={text}"])
+    assert cli.call_arguments(options) == {"x": text}
+
+
+class Pipe(io.RawIOBase):
+    """A stream that nobody reads any more, or whose disk is full."""
+
+    def __init__(self, error: OSError) -> None:
+        self.error = error
+
+    def writable(self) -> bool:
+        """As files to write to say."""
+        return True
+
+    def write(self, _: object) -> int:
+        """Fails."""
+        raise self.error
+
+
+@pytest.mark.parametrize(("error", "code"), [(BrokenPipeError(32, "Broken pipe"), 0), (OSError(28, "No space"), 2)])
+def test_output_that_nobody_takes_is_no_traceback(
+    error: OSError, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = io.TextIOWrapper(io.BufferedWriter(Pipe(error)), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(["cache"]) == code
+    assert ("the output can't be written" in capsys.readouterr().err) == bool(code)
+    out.buffer.raw.write = len  # type: ignore[attr-defined]  # what is left in the buffer goes with it
+
+
+def test_python_m_ends_without_a_word_when_its_reader_has_gone() -> None:
+    command = [sys.executable, "-m", "diffusers_layerwise", "cache"]
+    program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    assert program.stderr is not None
+    program.stdout.close()
+    errors = program.stderr.read()
+    assert program.wait() == 0, errors
+    assert "BrokenPipe" not in errors
+
+
+def test_closed_streams_are_written_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["cache"]) == 0
+    assert main(["plan", "/nowhere"]) == 2
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("ascii", r"f\xfc\udcff"), ("utf-8", r"fü\udcff")])
+def test_names_that_a_stream_has_no_letters_for_are_escaped(
+    encoding: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2))
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    name = "fü\udcff"  # a byte that is no UTF-8 arrives as this
+    monkeypatch.setattr(cli, "run_cache", lambda _: name)
+    assert main(["cache"]) == 0
+    assert main(["plan", name]) == 2
+    out.seek(0)
+    err.seek(0)
+    assert out.read() == shown + "\n"
+    assert "model_index.json" in err.read()
+
+
+def test_ctrl_c_is_a_word_and_the_shell_s_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run_cache", interrupted)
+    assert main(["cache"]) == 130
+    assert capsys.readouterr().err == "diffusers-layerwise: interrupted\n"
 
 
 def test_hardware_measures_and_keeps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,34 @@ def test_a_folder_that_is_no_pipeline_is_a_problem_and_no_failure(tmp_path: Path
     assert "model_index.json" in found.problems[-1]
 
 
+def test_a_file_that_can_t_be_opened_is_a_problem_and_no_failure(folder: Path, tmp_path: Path) -> None:
+    """Such as a link in the hub's cache to a download that never ended."""
+    place = tmp_path / "flux"
+    shutil.copytree(folder, place)
+    for path in list(place.rglob("*.safetensors")):
+        path.unlink()
+        path.symlink_to(tmp_path / "nothing")
+    found = examine(place, device="cpu", seconds=0)
+    assert dict(found.rows)["direct reads"] == "unknown: No such file or directory"
+    assert any(".safetensors can't be read" in problem for problem in found.problems)
+    assert found.plan == "no plan, see below"
+
+
+def test_no_folder_for_temporary_files_is_a_problem_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(doctor.tempfile, "NamedTemporaryFile", fail)
+    assert any("point TMPDIR at" in problem for problem in examine(device="cpu", seconds=0).problems)
+
+
+def test_only_a_pipeline_s_own_files_are_looked_for(tmp_path: Path) -> None:
+    deep = tmp_path / "downloads" / "models" / "other"
+    deep.mkdir(parents=True)
+    (deep / "x.safetensors").write_bytes(b"")
+    assert str(deep) not in dict(examine(tmp_path, device="cpu", seconds=0).rows)["direct reads"]
+
+
 @pytest.mark.sim
 def test_a_device_s_memory_link_and_page_locking_are_shown(sim: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.devices, "measure", lambda device, seconds: PRESETS["T4"])
@@ -79,6 +108,12 @@ def test_under_zerogpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("SPACES_ZERO_GPU", "true")
     monkeypatch.setattr(doctor.devices, "measure", lambda *_: pytest.fail("measured"))
     assert "ZeroGPU" in dict(examine(device="cpu").rows)
+
+
+@pytest.mark.parametrize("value", ["0", "false", ""])
+def test_a_variable_that_denies_zerogpu_is_none(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPACES_ZERO_GPU", value)
+    assert "ZeroGPU" not in dict(examine(device="cpu", seconds=0).rows)
 
 
 @pytest.mark.sim

@@ -144,6 +144,21 @@ def test_what_is_over_within_a_second_is_not_shown(terminal: Terminal, monkeypat
     assert terminal.getvalue() == ""
 
 
+@pytest.mark.parametrize("is_call", [False, True])
+@pytest.mark.parametrize("kind", ["none", "closed"])
+def test_work_is_done_where_no_bar_can_be_written(kind: str, is_call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program without a console has no stderr."""
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", None if kind == "none" else closed)
+    monkeypatch.setattr(diffusers_logging, "tqdm", lambda **_: pytest.fail("a bar was made"))
+    done: list[int] = []
+    with progress.using(object(), is_call), bar("packing", 2 << 30) as advance:
+        advance(1)
+        done.append(1)
+    assert done == [1]
+
+
 def test_an_exception_ends_the_bar(terminal: Terminal) -> None:
     with contextlib.suppress(KeyError), bar("packing", 8) as advance:
         advance(1)

@@ -240,6 +240,47 @@ def test_requirements_have_versions_and_are_those_of_the_package() -> None:
 # ---- the page
 
 
+@pytest.fixture
+def paint(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the page's button calls."""
+    pytest.importorskip("gradio")
+    monkeypatch.syspath_prepend(str(SPACE))
+    monkeypatch.setitem(sys.modules, "spaces", None)  # it patches torch for good
+    spec = importlib.util.spec_from_file_location("space_app", SPACE / "app.py")
+    assert spec is not None
+    assert spec.loader is not None
+    app = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(app)
+    page = app.make_page(app.Painter(app.load(str(DIGITS))), str(DIGITS))
+    return next(each.fn for each in page.fns.values() if each.api_name == "paint")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"budget": 0.001}, "smallest"),
+        ({"budget": 0.0}, "memory_budget must be more than 0 bytes"),
+        ({"budget": None}, "empty"),
+        ({"seed": None}, "empty"),
+        ({"steps": None}, "empty"),
+        ({"seed": 10**30}, "Overflow"),
+        ({"steps": 0}, "1 step"),
+        ({"prompt": None}, "prompt"),
+        ({"mode": None}, "mode must be one of"),
+        ({"prompt": "\ud800"}, "prompt"),
+    ],
+)
+def test_what_can_t_be_painted_is_said_to_who_asked(paint: Any, changed: dict[str, Any], message: str) -> None:
+    """Gradio shows the text of its own errors alone."""
+    import gradio
+
+    wanted = {"prompt": PROMPT, "mode": "auto", "budget": 2.0, "steps": STEPS, "seed": 0}
+    with pytest.raises(gradio.Error) as raised:
+        paint(**{**wanted, **changed})
+    assert message in str(raised.value.message)
+    assert np.array_equal(pixels(paint(**wanted)[0]), resident(sys.modules["painter"]))
+
+
 def chromium() -> str:
     """A browser of the system's, or a skip that says why."""
     if importlib.util.find_spec("gradio") is None or importlib.util.find_spec("playwright") is None:

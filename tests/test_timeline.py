@@ -227,6 +227,24 @@ def test_a_pipeline_shows_its_denoiser_and_each_of_its_components(sim: ModuleTyp
     assert handle.timeline().stall == pytest.approx(before)
 
 
+@pytest.mark.parametrize("mode", ["memory", "speed"])
+def test_recording_a_vae_that_only_decodes_ends_by_itself_too(sim: ModuleType, mode: str) -> None:
+    """Its passes have no end but that of their call."""
+    pipe = CASES["flux"].build()
+    handle = pipe.enable_layerwise_offload(mode=mode, onload_device="sim")
+    schedule = next(each for each in handle._runtime.schedules if each.name == "vae")
+    seen: list[tuple[object, object]] = []
+    pipe.vae.decoder.register_forward_pre_hook(lambda *_: seen.append((schedule.timer, schedule.tape)))
+    for _ in range(6):
+        factory.run("flux", pipe)
+    assert None not in seen[0]
+    assert seen[-1] == (None, None), "it is still timed and recorded"
+    timeline = handle.timeline(component="vae")
+    assert timeline.number < 6
+    # One that is resident has nothing to show once its first passes are over.
+    assert timeline.is_steady == (mode == "memory")
+
+
 def test_a_component_that_is_resident_is_one_span(sim: ModuleType) -> None:
     module, x = models.make(models.Chain), models.numbers(2, models.WIDTH)
     handle = stream(module, mode="speed")
@@ -328,6 +346,34 @@ def test_names_with_markup_stay_text(tmp_path: Path) -> None:
     assert page.open == []
     assert name in page.text
     assert timeline._repr_html_().count("<") == 2
+
+
+def test_names_with_dollars_are_no_formulas_in_the_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    name = r"$\frac$"
+    timeline = Timeline(name, "cpu", 1, True, 1.0, (Span(name, 0.0, 0.5),), (), (Span(name, 0.5, 1.0),), (), None)
+    assert timeline.save(tmp_path / "step.png").stat().st_size > 1000
+
+
+def test_the_png_s_legend_names_what_is_there_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    axes = pytest.importorskip("matplotlib.axes")
+    named: list[list[str]] = []
+    legend = axes.Axes.legend
+    monkeypatch.setattr(
+        axes.Axes,
+        "legend",
+        lambda axis, **how: (named.append(axis.get_legend_handles_labels()[1]), legend(axis, **how)),
+    )
+    Timeline("x", "cpu", 1, True, 1.0, (Span("x", 0.0, 1.0),), (), (), (), None).save(tmp_path / "step.png")
+    assert named == [["groups of layers"]]
+
+
+def test_a_pass_without_length_makes_a_page_that_divides_by_nothing(tmp_path: Path) -> None:
+    timeline = Timeline("x", "cpu", 1, True, 0.0, (Span("x", 0.0, 0.0),), (), (), (MemorySample(0, 1, 1, None),), None)
+    page = Page()
+    page.feed(timeline.save(tmp_path / "step.html").read_text())
+    assert json.loads(page.scripts[0])["seconds"] > 0, "the script divides by it"
+    assert "nan" not in timeline.save(tmp_path / "step.svg").read_text().lower()
 
 
 def test_the_svg_is_well_formed_and_shows_every_span(chain: OffloadHandle, tmp_path: Path) -> None:

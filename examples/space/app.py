@@ -26,6 +26,8 @@ import gradio as gr
 import torch
 from painter import Painter, amount, find_model, load, unit_of
 
+from diffusers_layerwise import LayerwiseOffloadError
+
 MODES = ["auto", "memory", "speed"]
 #: For which ZeroGPU lends a device to a call, at most.
 SECONDS = int(os.environ.get("SECONDS", "120"))
@@ -36,6 +38,8 @@ def on_device(function: Any) -> Any:
     return function if spaces is None else spaces.GPU(duration=SECONDS)(function)
 
 
+#: The largest integer up to which a browser has all of them.
+MOST_SEED = 2**53 - 1
 STYLE = """
 .report { font: 12px/1.5 ui-monospace, Menlo, Consolas, monospace; white-space: pre; overflow: auto; max-height: 340px;
   margin: 0; padding: 10px 12px; border-radius: 8px; background: var(--background-fill-secondary);
@@ -56,11 +60,20 @@ def make_page(painter: Painter, model: str) -> gr.Blocks:
     digits = 1 if high >= 10 else 2
     step = 10.0**-digits
 
-    def paint(prompt: str, mode: str, budget: float, steps: float, seed: float) -> tuple[Any, str, str, str]:
+    def paint(
+        prompt: str, mode: str, budget: float | None, steps: float | None, seed: float | None
+    ) -> tuple[Any, str, str, str]:
+        if budget is None or steps is None or seed is None:
+            raise gr.Error("Budget, steps and seed need a number each, and one of them is empty.", title="A gap")
+        if steps < 1:
+            raise gr.Error(f"It takes at least 1 step, got {steps:g}.", title="No steps")
         try:
             return painter.paint(prompt, mode, int(budget * size), int(steps), int(seed))
         except torch.OutOfMemoryError as error:
             raise gr.Error(str(error), title="More device memory is needed") from error
+        except (ValueError, TypeError, LayerwiseOffloadError) as error:
+            # A text that can't be encoded, a mode that is none: of errors that aren't its own, Gradio says nothing.
+            raise gr.Error(f"The prompt or a setting isn't taken: {error}", title="This can't be painted") from error
 
     handler = on_device(paint)
     with gr.Blocks(title="Layerwise offload", fill_width=True) as page:
@@ -85,7 +98,7 @@ def make_page(painter: Painter, model: str) -> gr.Blocks:
                 )
                 with gr.Row():
                     steps = gr.Slider(1, 50, 20, step=1, label="Steps", min_width=120)
-                    seed = gr.Number(0, label="Seed", precision=0, min_width=80)
+                    seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=MOST_SEED, min_width=80)
                 button = gr.Button("Paint", variant="primary")
                 image = gr.Image(label="Image", format="png", height=384, interactive=False)
                 line = gr.Markdown()
