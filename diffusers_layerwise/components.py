@@ -235,7 +235,7 @@ def read_device(device: torch.device | str | None) -> torch.device:
     """The execution device that an argument means, with its index; the accelerator, else the CPU, when it is None.
 
     Raises:
-        ValueError: No such device, or `meta`.
+        ValueError: No such device, `meta`, or none that this build of torch can use.
     """
     if device is None:
         return platform.default_device()
@@ -245,6 +245,9 @@ def read_device(device: torch.device | str | None) -> torch.device:
         raise ValueError(f"onload_device must be a device such as 'cuda' or 'cpu', got {device!r}: {error}") from error
     if found.type == "meta":
         raise ValueError("onload_device can't be 'meta': nothing can be computed there.")
+    why = platform.why_absent(found)
+    if why is not None:
+        raise ValueError(f"onload_device={str(device)!r} can't be used: {why}")
     return platform.indexed(found)
 
 

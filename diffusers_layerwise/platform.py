@@ -10,6 +10,8 @@ import os
 
 import torch
 
+from .errors import LayerwiseOffloadError
+
 
 @dataclasses.dataclass(frozen=True)
 class StreamingDefault:
@@ -38,6 +40,39 @@ def indexed(device: torch.device) -> torch.device:
     module = torch.get_device_module(device)
     ready = getattr(module, "is_initialized", lambda: True)()
     return torch.device(device.type, getattr(module, "current_device", int)() if ready else 0)
+
+
+def why_absent(device: torch.device) -> str | None:
+    """Why nothing can be computed on a device with this build of torch, and what to do; None where it can.
+
+    Asks no device: whether there is one, and of that index, shows at its first use.
+    """
+    built = torch.accelerator.current_accelerator()
+    if device.type == "cpu" or (built is not None and built.type == device.type):
+        return None
+    if built is None:
+        return (
+            f"torch {torch.__version__} is built for no accelerator. Install torch for yours "
+            f"(pytorch.org/get-started), or use 'cpu'."
+        )
+    return f"the accelerator of torch {torch.__version__} is {built.type!r} here. Use {built.type!r} or 'cpu'."
+
+
+def new_stream(device: torch.device) -> torch.Stream:
+    """A stream of a device, whose first use that may be.
+
+    Raises:
+        LayerwiseOffloadError: The device isn't there.
+    """
+    try:
+        return torch.Stream(device=device)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AssertionError) as error:
+        raise LayerwiseOffloadError(
+            f"{device} can't be used: {str(error).strip().splitlines()[0]}. Nothing was loaded. Call "
+            f"disable_layerwise_offload() (or handle.remove()), then enable with an onload_device that is there."
+        ) from error
 
 
 def free_memory(device: torch.device) -> int | None:

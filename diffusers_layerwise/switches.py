@@ -183,9 +183,17 @@ def move(original: Original, pipe: Any, *args: Any, **kwargs: Any) -> Any:
     """`pipe.to(device)` runs the pipeline there from now on; `pipe.to(dtype)` converts the host copies."""
     handle = handle_of(pipe)
     if handle is not None and not patches.is_hiding():
-        device = _device_in([*args, *kwargs.values()])
-        if device is not None and device != handle._device:
+        device, before = _device_in([*args, *kwargs.values()]), handle._device
+        if device is not None and device != before:
+            why = platform.why_absent(device)
+            if why is not None:
+                raise ValueError(f"{type(pipe).__name__}.to({str(device)!r}) can't be done: {why}")
             handle._members.move(device)
+            try:
+                return original(*args, **kwargs)
+            except BaseException:
+                handle._members.move(before)
+                raise
     return original(*args, **kwargs)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from . import platform
 from .tape import Copying, Tape
 from .tensors import ALIGNMENT, move_bytes
 
@@ -95,15 +96,16 @@ class Transfer:
         return self.is_async and self.pid is not None and self.pid != os.getpid()
 
     def start(self) -> None:
-        """Creates the copy stream in this process. Idempotent."""
-        if self.pid == os.getpid():
+        """Creates the copy stream in this process; raises where the device isn't there. Idempotent."""
+        pid = os.getpid()
+        if self.pid == pid:
             return
-        self.pid = os.getpid()
         if self.is_async:
-            key = (self.device, self.pid)
+            key = (self.device, pid)
             if key not in _copy_streams:
-                _copy_streams[key] = torch.Stream(device=self.device)
+                _copy_streams[key] = platform.new_stream(self.device)
             self.copy_stream = _copy_streams[key]
+        self.pid = pid
 
     def event(self, timing: bool = False) -> torch.Event | None:
         """A new event of the device; None on the CPU."""

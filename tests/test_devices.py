@@ -86,3 +86,54 @@ def test_a_part_that_is_called_by_itself_takes_inputs_from_the_host(
             assert str(found.device) == "sim:0"
             assert torch.equal(found.cpu(), expected)
     assert torch.equal(factory.run("sd15", pipe), factory.run("sd15", stock))
+
+
+# ---- a device that isn't there
+
+
+def test_a_device_that_is_not_there_is_an_error_at_the_first_call_and_disabling_mends_it(sim: ModuleType) -> None:
+    pipe = factory.CASES["sd15"].build()
+    expected = factory.run("sd15", pipe)
+    for _ in range(2):
+        handle = pipe.enable_layerwise_offload(onload_device="sim:5")
+        for _ in range(2):
+            with pytest.raises(dl.LayerwiseOffloadError, match=r"sim:5 can't be used: .*disable_layerwise_offload\(\)"):
+                factory.run("sd15", pipe)
+        handle.report()
+        pipe.disable_layerwise_offload()
+        assert torch.equal(factory.run("sd15", pipe), expected)
+    pipe.enable_layerwise_offload(mode="memory", onload_device="sim")
+    factory.run("sd15", pipe)
+
+
+def test_a_module_for_a_device_that_is_not_there_is_usable_again_after_remove(sim: ModuleType) -> None:
+    module = models.make(models.STACKS["mlp_stack"])
+    x = models.numbers(3, models.WIDTH)
+    with torch.no_grad():
+        expected = module(x)
+        handle = dl.apply_layerwise_offload(module, onload_device="sim:5")
+        with pytest.raises(dl.LayerwiseOffloadError, match="sim:5 can't be used"):
+            module(x)
+        handle.release()
+        handle.remove()
+        assert torch.equal(module(x), expected)
+
+
+def test_a_kind_of_device_that_torch_was_not_built_for_is_refused(sim: ModuleType) -> None:
+    module = models.make(models.STACKS["mlp_stack"])
+    with pytest.raises(ValueError, match=r"onload_device='xpu:1' can't be used: the accelerator of torch .* is 'sim'"):
+        dl.apply_layerwise_offload(module, onload_device="xpu:1")
+
+
+def test_a_pipeline_moved_to_a_device_that_is_not_there_stays_where_it_was(sim: ModuleType) -> None:
+    pipe = factory.CASES["sd15"].build()
+    handle = pipe.enable_layerwise_offload(mode="memory", onload_device="sim")
+    expected = factory.run("sd15", pipe)
+    for there in ("xpu", "cuda:1"):
+        with pytest.raises(ValueError, match=rf"Pipeline.to\('{there}.*'\) can't be done: the accelerator of torch"):
+            pipe.to(there)
+    with pytest.raises(TypeError):
+        pipe.to("cpu", "no dtype")
+    assert str(pipe.device) == "sim:0"
+    assert pipe.layerwise_offload is handle
+    assert torch.equal(factory.run("sd15", pipe), expected)
