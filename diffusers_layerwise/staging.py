@@ -85,12 +85,13 @@ class Buffer:
         self.memory = memoryview((ctypes.c_char * self.tensor.numel()).from_address(at)).cast("B")
 
     def _allocate(self, transfer: Transfer, count: int) -> torch.Tensor:
-        if transfer.is_async and not platform.can_pin_in_place(transfer.device):
+        in_place = transfer.is_async and platform.can_pin_in_place(transfer.device)
+        if transfer.is_async and not in_place:
             with contextlib.suppress(RuntimeError):
                 whole = platform.new_pinned(count + PAGE, transfer.device)
                 return whole.narrow(0, -whole.data_ptr() % PAGE, count)
         tensor = torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8)
-        if transfer.is_async:
+        if in_place:
             # Not locked, copies are staged by the driver: slower, and as right.
             with contextlib.suppress(RuntimeError):
                 platform.pin_in_place(tensor)
