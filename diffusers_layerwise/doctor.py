@@ -40,12 +40,14 @@ class Checkup:
         problems (`tuple[str, ...]`): What is in the way, each with what to do about it.
         plan (`str`, *optional*): What would be chosen for the folder, or why nothing can be said.
         folder (`str`, *optional*): Which folder that is.
+        where (`str`): On which device the plan is.
     """
 
     rows: tuple[tuple[str, str], ...]
     problems: tuple[str, ...] = ()
     plan: str | None = None
     folder: str | None = None
+    where: str = "on this machine"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -55,7 +57,7 @@ class Checkup:
         width = max(len(name) for name, _ in self.rows)
         lines = [f"{name:<{width}}  {value}" for name, value in self.rows]
         if self.plan is not None:
-            lines += ["", f"{self.folder} on this machine:", *(f"  {line}" for line in self.plan.splitlines())]
+            lines += ["", f"{self.folder} {self.where}:", *(f"  {line}" for line in self.plan.splitlines())]
         lines += ["", *([f"- {problem}" for problem in self.problems] or ["nothing is in the way"])]
         return "\n".join(lines)
 
@@ -90,7 +92,8 @@ def examine(
     rows += [*_host(problems), *_files(folder, problems)]
     known = measured if place.type != "cpu" else None
     plan = None if folder is None else _chosen(folder, known, problems)
-    return Checkup(tuple(rows), tuple(problems), plan, None if folder is None else str(folder))
+    where = "on this machine" if place.type != "cpu" else "on an RTX 4090, as there is no accelerator here"
+    return Checkup(tuple(rows), tuple(problems), plan, None if folder is None else str(folder), where)
 
 
 def _indexed(device: torch.device | str) -> torch.device:

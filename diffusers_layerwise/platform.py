@@ -114,7 +114,7 @@ def streaming_default(device: torch.device) -> StreamingDefault:
     """Whether a device streams by default in mode `"auto"`. May ask the driver: for the first use, not before."""
     kind = device.type
     if kind == "cpu":
-        return StreamingDefault(True, "a CPU has no limit, so everything stays resident")
+        return StreamingDefault(True, "a CPU reads what its memory can't hold, and uses the rest where it is")
     if kind == "cuda" and torch.version.hip is not None:
         return StreamingDefault(False, "copies that overlap with compute aren't proved on ROCm")
     if kind == "npu":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,8 @@ from .standins import stand_in
 #: Assumed where neither a file, a config nor the caller says.
 DTYPE = torch.bfloat16
 INDEX = "model_index.json"
+#: What a model on the hub is called: its owner and a name.
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 #: Attributes by which accelerate and diffusers hang hooks on a module.
 HOOKS = ("_hf_hook", "_old_forward", "_diffusers_hook")
 
@@ -81,10 +84,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     """
     path = folder / INDEX
     if not path.is_file():
-        raise LayerwiseOffloadError(
-            f"{str(folder)!r} has no {INDEX}, so it is no pipeline in diffusers' layout. Pass the folder that "
-            f"save_pretrained wrote, or that of a downloaded snapshot."
-        )
+        raise LayerwiseOffloadError(_no_index(folder))
     try:
         index = json.loads(path.read_text())
     except ValueError as error:
@@ -92,6 +92,19 @@ def read_index(folder: Path) -> dict[str, Any]:
     if not isinstance(index, dict) or "_class_name" not in index:
         raise LayerwiseOffloadError(f"{path} names no pipeline class ('_class_name'); it is no diffusers pipeline.")
     return index
+
+
+def _no_index(folder: Path) -> str:
+    name = folder.as_posix()
+    if folder.exists():
+        what = f"{name!r} has no {INDEX}, so it is no pipeline in diffusers' layout"
+        return f"{what}. Pass the folder that save_pretrained wrote, or that of a downloaded snapshot."
+    if not HUB_NAME.fullmatch(name):
+        return f"The folder {name!r} doesn't exist. Pass a pipeline's folder, which has a {INDEX}."
+    return (
+        f"The folder {name!r} doesn't exist. Of a model on the hub, pass a download of its configs, which are small: "
+        f"hf download {name} --exclude '*.safetensors' --local-dir {folder.name}"
+    )
 
 
 def pipeline_class(index: dict[str, Any]) -> Any:

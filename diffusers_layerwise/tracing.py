@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from .skeleton import from_folder, from_pipeline, pipeline_class, read_index
 from .trace import VERSION, Tiles, Trace
 
 #: Arguments of calls that are sizes or numbers of things.
+#: How like an argument's name another one must be (`difflib`) to be a misspelling of it; `callback`, which old calls
+#: give, is 0.57 like `callback_on_step_end`.
+NEAR = 0.8
 COUNTS = ("height", "width", "num_frames", "num_inference_steps", "num_images_per_prompt", "num_videos_per_prompt")
 #: Packages whose code changes with their versions alone.
 PUBLISHED = {"builtins", "collections", "diffusers", "tokenizers", "torch", "transformers", "typing", "abc"}
@@ -142,13 +146,14 @@ def full_call(cls: Any, call: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: A size or a number of steps, frames or images isn't 1 or more.
     """
     parameters = inspect.signature(cls.__call__).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        for name in call:
-            if name not in parameters:
-                raise TypeError(
-                    f"{cls.__name__} takes no argument {name!r}.{nearest(name, parameters)} It takes "
-                    f"{', '.join(list(parameters)[1:])}."
-                )
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for name in call:
+        # Those that take any ignore what they don't know: a misspelt size would be planned at its default.
+        if name not in parameters and (not takes_any or get_close_matches(name, parameters, cutoff=NEAR)):
+            raise TypeError(
+                f"{cls.__name__} takes no argument {name!r}.{nearest(name, parameters)} It takes "
+                f"{', '.join(list(parameters)[1:])}."
+            )
     for name in COUNTS:
         value = call.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

@@ -48,6 +48,11 @@ def test_it_says_what_would_be_chosen_for_a_folder(folder: Path) -> None:
     assert str(folder) in dict(found.rows)["direct reads"]
 
 
+def test_without_an_accelerator_it_says_for_which_card_it_plans(folder: Path) -> None:
+    found = examine(folder, device="cpu", seconds=0)
+    assert f"{folder} on an RTX 4090, as there is no accelerator here:" in str(found)
+
+
 def test_a_folder_that_is_no_pipeline_is_a_problem_and_no_failure(tmp_path: Path) -> None:
     found = examine(tmp_path, device="cpu", seconds=0)
     assert found.plan == "no plan, see below"

@@ -89,3 +89,14 @@ def test_at_the_free_budget_a_step_takes_its_compute(hardware: str) -> None:
         pytest.skip("copies of so small weights cost more than they take at any budget")
     plan = plan_layerwise_offload(pipe, hardware=hardware, memory_budget=free, **call)
     assert plan.bound == "compute"
+
+
+@pytest.mark.parametrize("name", ["sd15", "flux"])
+def test_a_misspelt_argument_is_refused_though_the_pipeline_would_ignore_it(name: str) -> None:
+    pipe = factory.CASES[name].build()
+    with pytest.raises(TypeError, match=rf"{type(pipe).__name__} takes no argument 'heigth'. Did you mean 'height'\?"):
+        plan_layerwise_offload(pipe, hardware=DEVICE, prompt="x", heigth=64)
+    if name == "sd15":  # what calls of old gave is still taken
+        plan_layerwise_offload(
+            pipe, hardware=DEVICE, prompt="x", height=64, width=64, num_inference_steps=1, callback=None
+        )

@@ -362,6 +362,10 @@ def test_one_link_gives_the_published_seconds_of_leaf_offload_for_both_models() 
 def test_a_folder_without_an_index_a_cut_header_and_an_unknown_device_are_named(tmp_path: Path) -> None:
     with pytest.raises(LayerwiseOffloadError, match="has no model_index"):
         plan_layerwise_offload(tmp_path, hardware="RTX 4090")
+    with pytest.raises(LayerwiseOffloadError, match=r"The folder 'nope' doesn't exist\. Pass a pipeline's folder"):
+        plan_layerwise_offload("nope", hardware="RTX 4090")
+    with pytest.raises(LayerwiseOffloadError, match=r"hf download owner/Model-1\.0 --exclude .* --local-dir Model-1.0"):
+        plan_layerwise_offload("owner/Model-1.0", hardware="RTX 4090")
     factory.CASES["sd3"].build().save_pretrained(tmp_path / "pipe")
     with pytest.raises(ValueError, match="Did you mean 'RTX 4090'"):
         plan_layerwise_offload(tmp_path / "pipe", hardware="RTX 4091")
