@@ -230,7 +230,7 @@ def test_release_and_refresh_give_device_memory_back_and_the_next_call_takes_it_
     handle.release()
     handle.release()
     assert handle._runtime.transfer.held_bytes == 0
-    with pytest.raises(ValueError, match="No component 'vea' is offloaded; there are "):
+    with pytest.raises(ValueError, match=r"No component 'vea' is offloaded. Did you mean 'vae'\? There are "):
         handle.refresh("vea")
     assert torch.equal(factory.run(name, pipe), plain)
 
