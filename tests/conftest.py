@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     What counts a whole device's bytes comes first: some models keep tables there in caches of their classes.
     """
-    items.sort(key=lambda item: "test_out_of_memory" not in item.nodeid)
+    items.sort(key=lambda item: item.path.name != "test_out_of_memory.py")
     for item in items:
         if "sim" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.sim)

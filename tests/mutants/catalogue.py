@@ -1,10 +1,12 @@
 """The mutants: one wait, record, slot check or order rule of the engine removed at a time.
 
-Each is a file of the package, the text to replace (exactly one occurrence), its replacement, and what it breaks.
+Each is a file of the package, the text to replace (exactly one occurrence), its replacement, and what it breaks. Where
+two rules guard the same, both are removed.
 
-Two are left out, since another rule has the same effect. Recording the free event of only the first of a group's slots:
-the copy stream works in order and fills that slot first. Taking a plan that was cut short as adopted: the component
-whose order caused it is learned again in the next pass, which adopts everything.
+Three are left out, since another rule has the same effect. Recording the free event of only the first of a group's
+slots: the copy stream works in order and fills that slot first. Taking a plan that was cut short as adopted: the
+component whose order caused it is learned again in the next pass, which adopts everything. Closing a call on a stream
+that isn't behind its last pass: a caller who changes streams in between has to order them for its own results.
 """
 
 from __future__ import annotations
@@ -19,6 +21,12 @@ class Mutant(NamedTuple):
     file: str
     old: str
     new: str
+    also: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def changes(self) -> tuple[tuple[str, str], ...]:
+        """What is replaced by what."""
+        return ((self.old, self.new), *self.also)
 
 
 MUTANTS = [
@@ -115,8 +123,9 @@ MUTANTS = [
     Mutant(
         "a resident buffer is freed while its copy is running",
         "transfer.py",
-        "        self.wait(lease.ready)\n        account",
-        "        account",
+        "        order_before_free(lease, self.stream(), [lease.ready])\n",
+        "",
+        (("        self.wait(lease.ready)\n        account", "        account"),),
     ),
     Mutant(
         "the slab is freed while copies are running",
@@ -280,12 +289,6 @@ MUTANTS = [
         "                move_extent(extent, chunk.buffer, offset + extent.shift(self.device))\n"
         "                offset += extent.size\n"
         "            advance",
-    ),
-    Mutant(
-        "a pass is closed on a stream that isn't behind it",
-        "runtime.py",
-        "        self._follow_stream()\n        self.fitting.end_call()\n",
-        "        self.fitting.end_call()\n",
     ),
     Mutant(
         "a removed handle goes on",
