@@ -526,7 +526,7 @@ def balanced(name: str, device_map: dict[str, Any]) -> Any:
     return pipe
 
 
-@pytest.mark.parametrize("away", ["text_encoder", "vae"])
+@pytest.mark.parametrize("away", ["text_encoder", pytest.param("vae", marks=pytest.mark.slow)])
 def test_a_balanced_pipeline_runs_on_both_devices(two: ModuleType, away: str, cell: Cell) -> None:
     cell("Device maps", "a pipeline balanced over two devices and the host", "auto")
     device_map = {"unet": 0, "vae": 0, "text_encoder": "cpu"} | {away: 1}

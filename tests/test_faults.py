@@ -104,7 +104,7 @@ def places(streamed: Streamed) -> Iterator[tuple[str, nn.Module]]:
                 yield f"{schedule.name}.{unit.name}", unit.triggers[0]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [FAULTS[0], *(pytest.param(fault, marks=pytest.mark.slow) for fault in FAULTS[1:])])
 @pytest.mark.parametrize("name", ["sd15", *(pytest.param(name, marks=pytest.mark.slow) for name in ("flux", "wan"))])
 def test_each_group_of_each_component_fails_once(sim: ModuleType, name: str, fault: type[BaseException]) -> None:
     streamed = Streamed(name, sim, "use" if fault is KeyboardInterrupt else "lasting")
