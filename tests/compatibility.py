@@ -75,12 +75,24 @@ class Results:
         self.path.write_text("\n".join(parts))
 
     def _table(self, rows: dict[str, dict[str, set[str]]]) -> str:
-        columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+        columns = sorted({column for row in rows.values() for column in row}, key=_place)
         lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
         for name in sorted(rows):
             cells = [_worst(rows[name].get(column, set())) for column in columns]
             lines.append(f"| {name} | " + " | ".join(cells) + " |")
         return "\n".join(lines) + "\n"
+
+
+def _place(column: str) -> tuple[int, int, str]:
+    """Where a column stands: by mode, before in front of after; results come in any order."""
+    first, _, rest = column.partition(",")
+    modes = ("auto", "memory", "speed", "manual")
+    when = f"{rest or first} "
+    return (
+        modes.index(first) if first in modes else len(modes),
+        0 if "before " in when else 1 if "after " in when else 2,
+        column,
+    )
 
 
 def _worst(outcomes: set[str]) -> str:
