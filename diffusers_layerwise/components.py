@@ -245,9 +245,7 @@ def read_device(device: torch.device | str | None) -> torch.device:
         raise ValueError(f"onload_device must be a device such as 'cuda' or 'cpu', got {device!r}: {error}") from error
     if found.type == "meta":
         raise ValueError("onload_device can't be 'meta': nothing can be computed there.")
-    why = platform.why_absent(found)
-    if why is not None:
-        raise ValueError(f"onload_device={str(device)!r} can't be used: {why}")
+    platform.refuse_absent(found, f"onload_device={str(device)!r} can't be used")
     return platform.indexed(found)
 
 

@@ -33,7 +33,6 @@ SMALL_TOTAL = 0.005
 #: Adapters are resident by default when they have at most this share of their component's bytes.
 ADAPTERS_SHARE = 1 / 16
 
-
 _registered: dict[type[nn.Module], tuple[str, ...]] = {}
 
 

@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from .errors import LayerwiseOffloadError
+from .errors import LayerwiseOffloadError, how_to_end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,20 +42,25 @@ def indexed(device: torch.device) -> torch.device:
     return torch.device(device.type, getattr(module, "current_device", int)() if ready else 0)
 
 
-def why_absent(device: torch.device) -> str | None:
-    """Why nothing can be computed on a device with this build of torch, and what to do; None where it can.
+def refuse_absent(device: torch.device, what: str) -> None:
+    """Refuses a device on which this build of torch can't compute.
 
     Asks no device: whether there is one, and of that index, shows at its first use.
+
+    Raises:
+        ValueError: It is such a device; the message begins with `what` isn't possible.
     """
     built = torch.accelerator.current_accelerator()
     if device.type == "cpu" or (built is not None and built.type == device.type):
-        return None
+        return
     if built is None:
-        return (
-            f"torch {torch.__version__} is built for no accelerator. Install torch for yours "
+        raise ValueError(
+            f"{what}: torch {torch.__version__} is built for no accelerator. Install torch for yours "
             f"(pytorch.org/get-started), or use 'cpu'."
         )
-    return f"the accelerator of torch {torch.__version__} is {built.type!r} here. Use {built.type!r} or 'cpu'."
+    raise ValueError(
+        f"{what}: the accelerator of torch {torch.__version__} is {built.type!r} here. Use {built.type!r} or 'cpu'."
+    )
 
 
 def new_stream(device: torch.device) -> torch.Stream:
@@ -71,7 +76,7 @@ def new_stream(device: torch.device) -> torch.Stream:
     except (RuntimeError, AssertionError) as error:
         raise LayerwiseOffloadError(
             f"{device} can't be used: {str(error).strip().splitlines()[0]}. Nothing was loaded. Call "
-            f"disable_layerwise_offload() (or handle.remove()), then enable with an onload_device that is there."
+            f"{how_to_end(False)}, or {how_to_end(True)}, then enable with an onload_device that is there."
         ) from error
 
 

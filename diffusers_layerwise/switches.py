@@ -182,19 +182,17 @@ def _compiled_anew(module: nn.Module) -> None:
 def move(original: Original, pipe: Any, *args: Any, **kwargs: Any) -> Any:
     """`pipe.to(device)` runs the pipeline there from now on; `pipe.to(dtype)` converts the host copies."""
     handle = handle_of(pipe)
-    if handle is not None and not patches.is_hiding():
-        device, before = _device_in([*args, *kwargs.values()]), handle._device
-        if device is not None and device != before:
-            why = platform.why_absent(device)
-            if why is not None:
-                raise ValueError(f"{type(pipe).__name__}.to({str(device)!r}) can't be done: {why}")
-            handle._members.move(device)
-            try:
-                return original(*args, **kwargs)
-            except BaseException:
-                handle._members.move(before)
-                raise
-    return original(*args, **kwargs)
+    device = None if handle is None or patches.is_hiding() else _device_in([*args, *kwargs.values()])
+    if handle is None or device is None or device == handle._device:
+        return original(*args, **kwargs)
+    platform.refuse_absent(device, f"{type(pipe).__name__}.to({str(device)!r}) can't be done")
+    before = handle._device
+    handle._members.move(device)
+    try:
+        return original(*args, **kwargs)
+    except BaseException:
+        handle._members.move(before)
+        raise
 
 
 def _device_in(values: Iterable[Any]) -> torch.device | None:

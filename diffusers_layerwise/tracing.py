@@ -23,10 +23,10 @@ from .recorder import trace_pipeline
 from .skeleton import from_folder, from_pipeline, pipeline_class, read_index
 from .trace import VERSION, Tiles, Trace
 
-#: Arguments of calls that are sizes or numbers of things.
 #: How like an argument's name another one must be (`difflib`) to be a misspelling of it; `callback`, which old calls
 #: give, is 0.57 like `callback_on_step_end`.
 NEAR = 0.8
+#: Arguments of calls that are sizes or numbers of things.
 COUNTS = ("height", "width", "num_frames", "num_inference_steps", "num_images_per_prompt", "num_videos_per_prompt")
 #: Packages whose code changes with their versions alone.
 PUBLISHED = {"builtins", "collections", "diffusers", "tokenizers", "torch", "transformers", "typing", "abc"}

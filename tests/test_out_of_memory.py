@@ -31,7 +31,7 @@ from models import make, numbers, run, stream
 pytestmark = pytest.mark.slow
 
 MOST = 60
-"""More allocations than any call of a module here makes."""
+"""More allocations than any call of a module here makes; so many of a pipeline's fail one by one."""
 NAMED = r"The device memory of sim:0 ran out (in '\w+'|outside of all components) \(not host memory\)"
 
 
@@ -171,7 +171,7 @@ def test_each_allocation_in_a_pipeline_call_fails_in_turn(
     count = failures.count
     assert count or options == "all"
     # Each of the first ones, some of the rest, the last, and none.
-    for nth in sorted({*range(1, min(12, count)), *range(12, count, max(1, count // 20)), count, count + 1}):
+    for nth in sorted({*range(1, min(MOST, count)), *range(MOST, count, max(1, count // 20)), count, count + 1}):
         handle = enable(pipe, options)
         for _ in range(2):
             factory.run(name, pipe)

@@ -485,53 +485,11 @@ def test_a_thread_that_dies_while_it_reads_is_an_error_and_another_one_goes_on(
     assert couriers() == porters() == []
 
 
-def test_loads_sent_to_a_thread_that_is_dying_with_another_load_are_read_by_the_next(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = chain(tmp_path)
-    expected = run(module, x())
-    handle = models.stream(module, device=device, mode="manual", config={"host": "file", "prefetch": 3})
-    assert torch.equal(run(module, x()), expected)
-    monkeypatch.setattr(reader, "PATIENCE", 0.05)
-    courier, dying = reader._couriers[os.getpid()], threading.Event()
+def lost_with(courier: reader.Courier, is_async: bool, monkeypatch: pytest.MonkeyPatch, method: str) -> reader.Ticket:
+    """A load with which the thread dies that calls `method`. It has raised, and is alive still for half a second."""
+    dying, real = threading.Event(), getattr(courier, method)
 
-    def die(ticket: reader.Ticket, *given: Any, real: Any = courier._pass_on) -> None:
-        if ticket.name == "lost":
-            raise SystemExit
-        real(ticket, *given)
-
-    def linger(_: Any) -> None:
-        dying.set()
-        time.sleep(0.5)
-
-    monkeypatch.setattr(threading, "excepthook", linger)  # it has raised, and is alive still
-    with monkeypatch.context() as patch:
-        patch.setattr(courier, "_pass_on", die)
-        patch.setattr(reader.Ticket, "fail", die)
-        other: Any = SimpleNamespace(is_async=device == "sim", record_ready=lambda lease: None)
-        lost = reader.Ticket("lost", pieces.Route((), (), cast(Any, None)), cast(Any, None), other, 0)
-        courier.send(lost)
-        assert dying.wait(5)
-    for _ in range(3):
-        assert torch.equal(run(module, x()), expected)
-    with pytest.raises(LayerwiseOffloadError, match="lost could not be read: the thread that reads it has ended"):
-        lost.wait()
-    handle.remove()
-    assert couriers() == porters() == []
-
-
-def test_pieces_given_to_a_porter_that_is_dying_with_another_load_are_copied_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = chain(tmp_path)
-    expected = run(module, x())
-    handle = models.stream(module, device="cpu", mode="manual", config={"host": "file", "prefetch": 3})
-    assert torch.equal(run(module, x()), expected)
-    monkeypatch.setattr(reader, "PATIENCE", 0.05)
-    monkeypatch.setattr(staging, "PATIENCE", 0.05)
-    courier, dying = reader._couriers[os.getpid()], threading.Event()
-
-    def die(ticket: reader.Ticket, *given: Any, real: Any = courier._hand_over) -> None:
+    def die(ticket: reader.Ticket, *given: Any) -> None:
         if ticket.name == "lost":
             raise SystemExit
         real(ticket, *given)
@@ -541,14 +499,35 @@ def test_pieces_given_to_a_porter_that_is_dying_with_another_load_are_copied_by_
         time.sleep(0.5)
 
     monkeypatch.setattr(threading, "excepthook", linger)
-    courier._porter._work = die
-    other: Any = SimpleNamespace(is_async=False, record_ready=lambda lease: None)
-    lost = reader.Ticket("lost", pieces.Route((), (), cast(Any, None)), cast(Any, None), other, 0)
-    courier.send(lost)
-    assert dying.wait(5)
+    transfer: Any = SimpleNamespace(is_async=is_async, record_ready=lambda lease: None)
+    lost = reader.Ticket("lost", pieces.Route((), (), cast(Any, None)), cast(Any, None), transfer, 0)
+    with monkeypatch.context() as patch:
+        if method == "_hand_over":
+            patch.setattr(courier._porter, "_work", die)
+        else:
+            patch.setattr(courier, method, die)
+            patch.setattr(reader.Ticket, "fail", die)  # the last of its guards
+        courier.send(lost)
+        assert dying.wait(5)
+    return lost
+
+
+@pytest.mark.parametrize(("method", "does"), [("_pass_on", "reads it"), ("_hand_over", "copies what was read")])
+def test_what_is_sent_to_a_thread_that_is_dying_with_another_load_is_done_by_the_next(
+    device: str, method: str, does: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "sim" and method == "_hand_over":
+        pytest.skip("there is no porter")
+    module = chain(tmp_path)
+    expected = run(module, x())
+    handle = models.stream(module, device=device, mode="manual", config={"host": "file", "prefetch": 3})
+    assert torch.equal(run(module, x()), expected)
+    monkeypatch.setattr(reader, "PATIENCE", 0.05)
+    monkeypatch.setattr(staging, "PATIENCE", 0.05)
+    lost = lost_with(reader._couriers[os.getpid()], device == "sim", monkeypatch, method)
     for _ in range(3):
         assert torch.equal(run(module, x()), expected)
-    with pytest.raises(LayerwiseOffloadError, match=r"lost could not be read: the thread that copies .* has ended"):
+    with pytest.raises(LayerwiseOffloadError, match=f"lost could not be read: the thread that {does} has ended"):
         lost.wait()
     handle.remove()
     assert couriers() == porters() == []
@@ -635,9 +614,11 @@ def test_interrupts_at_any_moment_leave_a_state_in_which_the_next_call_is_right(
     expected = run(module, x())
     handle = models.stream(module, device="cpu", mode="manual", config={"host": "file", "prefetch": 3})
     run(module, x())
-    begin = time.perf_counter()
-    run(module, x())
-    took, came = time.perf_counter() - begin, 0
+    took, came = float("inf"), 0
+    for _ in range(5):  # the shortest: after a slow one, most interrupts would come too late
+        begin = time.perf_counter()
+        run(module, x())
+        took = min(took, time.perf_counter() - begin)
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
